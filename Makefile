@@ -1,0 +1,32 @@
+# Every target builds its own environment in .venv first; nothing has to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: tutorials test test-full lab notebooks clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[xla,test]'
+	touch $(READY)
+
+tutorials: $(READY)            ## every notebook, executed into build/executed/ as .ipynb and .html
+	$(BIN)/python notebooks/run.py tutorials
+
+test: $(READY)                 ## what a user runs: unit and multi-rank tests, every notebook once
+	$(BIN)/python -m pytest -m "not slow" tests
+	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
+
+test-full: $(READY)            ## the whole: what `make test` does, then the slower rest
+	$(BIN)/python -m pytest tests
+	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
+
+lab: $(READY)                  ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab notebooks
+
+notebooks: $(READY)            ## refresh the committed outputs
+	$(BIN)/python notebooks/run.py refresh
+
+clean:
+	rm -rf build $(VENV)
