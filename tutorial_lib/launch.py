@@ -1,0 +1,136 @@
+"""What one rank needs before it can train: its environment, its process group, its device.
+
+The same three calls serve the engines of a notebook (`tutorial_lib.mesh`), `torchrun`, SLURM and the tests.
+"""
+
+import importlib.util
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+BACKENDS = ("cpu", "cuda", "xla")
+LAUNCH_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+
+
+def on_trainium() -> bool:
+    """True where the vendor's PJRT plugin is installed; elsewhere `xla` means XLA between CPU processes."""
+    return importlib.util.find_spec("libneuronxla") is not None
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError if `backend` is unknown or cannot work on this machine, with what is missing."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "cuda" and not torch.cuda.is_available():
+        raise ValueError("backend 'cuda' needs a CUDA device, and torch sees none here")
+    if backend == "xla" and not on_trainium():
+        missing = [m for m in ("torch_xla", "jax") if importlib.util.find_spec(m) is None]
+        if missing:
+            raise ValueError(
+                f"backend 'xla' needs {' and '.join(missing)}, missing here ({sys.platform}, Python "
+                f"{sys.version_info.major}.{sys.version_info.minor}); XLA between CPU processes runs on Linux "
+                "with Python 3.11 to 3.13: pip install 'tutorial-lib[xla]'"
+            )
+
+
+def rank_environment(
+    backend: str,
+    rank: int,
+    world_size: int,
+    *,
+    master_addr: str = "127.0.0.1",
+    master_port: int,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    threads: int = 1,
+) -> dict[str, str]:
+    """The environment of one rank, as `torchrun` would set it, to be in place before torch-xla is imported.
+
+    Args:
+        backend: one of `BACKENDS`.
+        rank, world_size: this rank and the number of ranks over all nodes.
+        master_addr, master_port: where rank 0 serves the rendezvous. An address rather than a name: a laptop's
+            own name often does not resolve.
+        local_rank, local_world_size: rank and number of ranks on this node; by default a single node.
+        threads: threads each rank computes with. More ranks × threads than cores slow every rank down.
+
+    Raises:
+        ValueError: unknown backend, or a rank outside its world.
+    """
+    local_rank = rank if local_rank is None else local_rank
+    local_world_size = world_size if local_world_size is None else local_world_size
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size:
+        raise ValueError(
+            f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: a rank must be at least 0 "
+            "and below its world size"
+        )
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(rank // local_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if master_addr in ("127.0.0.1", "::1"):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
+    if backend == "xla":
+        if on_trainium():
+            # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from the variables
+            # above, at import, if it believes that torchrun started the process (torch_xla/_internal/neuron.py).
+            environment["TORCHELASTIC_RUN_ID"] = "tutorial"
+            environment["PJRT_DEVICE"] = "NEURON"
+        else:
+            environment["PJRT_DEVICE"] = "CPU"
+            # Each process is a world of one to torch-xla, which would drop its collectives.
+            environment["XLA_ALWAYS_ALLREDUCE"] = "1"
+    return environment
+
+
+def init_distributed(backend: str, timeout: float = 60.0) -> None:
+    """Joins the process group that the environment describes (`rank_environment`, or `torchrun`).
+
+    Args:
+        backend: `cpu` (gloo), `cuda` (NCCL, with gloo for what lives on the host) or `xla`: torch-xla's own on
+            Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for what is traced.
+        timeout: seconds that a host-side collective waits for its peers.
+    """
+    check_backend(backend)
+    options = {"timeout": timedelta(seconds=timeout)}
+    if backend == "cpu":
+        dist.init_process_group("gloo", **options)
+    elif backend == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        dist.init_process_group("cpu:gloo,cuda:nccl", **options)
+    elif on_trainium():
+        import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend
+
+        dist.init_process_group("xla", **options)
+    else:
+        dist.init_process_group("gloo", **options)
+        from tutorial_lib import xla_cpu
+
+        xla_cpu.start()
+
+
+def get_device(backend: str) -> torch.device:
+    """The device that this rank computes on."""
+    if backend == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    if backend == "xla":
+        import torch_xla
+
+        return torch_xla.device()
+    return torch.device("cpu")
