@@ -1,0 +1,130 @@
+"""A pool of rank processes that stays up for the whole test session, as starting them costs seconds and a test milliseconds.
+
+A test hands a module-level function to `RankPool.run`; every rank calls it and its results come back in rank order.
+"""
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+
+from tutorial_lib.launch import rank_environment
+
+GRACE = 3.0  # seconds that ranks get to end after one of them has failed
+
+
+class RankPool:
+    """`world_size` processes of one backend. They are started at the first run, and anew after a run that broke them."""
+
+    def __init__(self, world_size: int, backend: str = "cpu"):
+        self.world_size, self.backend = world_size, backend
+        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        atexit.register(self.stop)
+
+    def run(self, function, *args, tp: int | None = 1, timeout: float = 60, return_exceptions: bool = False, **kwargs):
+        """Calls `function(*args, **kwargs)` on every rank.
+
+        Args:
+            tp: tensor-parallel size of the mesh that is set up before the call; None leaves that to the function.
+            timeout: seconds after which the ranks are ended and TimeoutError is raised.
+            return_exceptions: give the exception of a rank as its result. Otherwise the first one is raised.
+        """
+        if not self._workers:
+            self._start()
+        task = pickle.dumps((function, args, kwargs, tp))
+        for _, connection in self._workers:
+            connection.send_bytes(task)
+        results: dict[int, object] = {}
+        failed = None
+        deadline = time.monotonic() + timeout
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = wait(list(waiting), timeout=max(left, 0))
+            if not ready:
+                silent = sorted(waiting.values())
+                self.stop()
+                if failed is None:
+                    raise TimeoutError(f"ranks {silent} of {self.world_size} did not finish {function} in {timeout} s")
+                for rank in silent:
+                    results[rank] = TimeoutError(f"rank {rank} did not end {GRACE} s after rank {failed} had failed")
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    results[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    results[rank] = RuntimeError(f"rank {rank} ended without an answer")
+                if isinstance(results[rank], Exception) and failed is None:
+                    failed = rank
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failed is not None:
+            self.stop()
+            if not return_exceptions:
+                raise results[failed]
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(prefix="ranks-")
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self.backend, store), daemon=True)
+            before = dict(os.environ)
+            os.environ.update(rank_environment(self.backend, rank, self.world_size, master_port=0))
+            try:
+                process.start()
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
+            theirs.close()
+            self._workers.append((process, mine))
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(connection: Connection, backend: str, store: str) -> None:
+    """Runs what arrives on `connection`, in a world that stays up from one task to the next."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from tutorial_lib.parallel_layers import parallel_state
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+    )
+    if backend == "xla":
+        from tutorial_lib import xla_cpu
+
+        xla_cpu.start()
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args, kwargs, tp = pickle.loads(task)
+            torch.manual_seed(0)
+            torch.set_default_dtype(torch.float32)
+            parallel_state.destroy_model_parallel()
+            if tp is not None:
+                parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+            answer = pickle.dumps(function(*args, **kwargs))
+        except Exception as error:
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            answer = pickle.dumps(error)
+        connection.send_bytes(answer)

@@ -1,0 +1,170 @@
+"""Collectives and their autograd pairs: values, purity, adjoints, errors."""
+
+import pytest
+import torch
+
+from tutorial_lib.parallel_layers import comm, mappings, parallel_state
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def values():
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+    results = {}
+    for dtype in DTYPES:
+        x = (torch.arange(2 * 3 * size).reshape(2, 3 * size) + 10 * rank).to(dtype)
+        before = x.clone()
+        for op in ("sum", "max", "min"):
+            results[dtype, op] = comm.all_reduce(op, x)
+        for dim in (0, 1, -1):
+            results[dtype, "gather", dim] = comm.all_gather(x, dim)
+        results[dtype, "scatter"] = comm.reduce_scatter("sum", x, scatter_dim=1)
+        results[dtype, "scatter0"] = comm.reduce_scatter("sum", x.t(), scatter_dim=0)
+        results[dtype, "scaled"] = comm.reduce_scatter("sum", x, 0.5, -1) if dtype.is_floating_point else None
+        results[dtype, "broadcast"] = comm.broadcast(x, size - 1)
+        assert torch.equal(x, before), "a collective modified its input"
+        assert all(r is None or r.dtype == dtype for k, r in results.items() if k[0] == dtype)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_values_against_the_formula(ranks, size):
+    found = ranks(values, world_size=size, tp=size)
+    for dtype in DTYPES:
+        inputs = [(torch.arange(6 * size).reshape(2, 3 * size) + 10 * r).to(dtype) for r in range(size)]
+        stack = torch.stack(inputs).to(torch.float64)
+        for rank, result in enumerate(found):
+            assert torch.equal(result[dtype, "sum"].double(), stack.sum(0))
+            assert torch.equal(result[dtype, "max"].double(), stack.amax(0))
+            assert torch.equal(result[dtype, "min"].double(), stack.amin(0))
+            for dim in (0, 1, -1):
+                assert torch.equal(result[dtype, "gather", dim], torch.cat(inputs, dim))
+            chunk = stack.sum(0).chunk(size, 1)[rank]
+            assert torch.equal(result[dtype, "scatter"].double(), chunk)
+            assert torch.equal(result[dtype, "scatter0"].double(), chunk.t())
+            if dtype.is_floating_point:
+                assert torch.equal(result[dtype, "scaled"].double(), chunk * 0.5)
+            assert torch.equal(result[dtype, "broadcast"], inputs[-1])
+
+
+def last_dim_gather():
+    x = torch.full((2, 3), float(parallel_state.get_tensor_model_parallel_rank()))
+    return mappings.gather_from_tensor_model_parallel_region(x)
+
+
+def test_gather_concatenates_the_last_dim(ranks):
+    assert ranks(last_dim_gather, world_size=2, tp=2)[0].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+
+
+PAIRS = {
+    "copy": lambda x: mappings.copy_to_tensor_model_parallel_region(x),
+    "reduce": lambda x: mappings.reduce_from_tensor_model_parallel_region(x),
+    "scatter": lambda x: mappings.scatter_to_tensor_model_parallel_region(x),
+    "gather": lambda x: mappings.gather_from_tensor_model_parallel_region(x),
+    "gather_dim": lambda x: mappings.gather_from_tensor_model_parallel_region_with_dim(x, 1),
+    "reduce_scatter_dim": lambda x: mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(x, 1),
+    "channels": lambda x: mappings.scatter_input_channels_to_tensor_model_parallel_region(x),
+    "sp_scatter": lambda x: mappings.scatter_to_sequence_parallel_region(x),
+    "sp_scatter_1": lambda x: mappings.scatter_to_sequence_parallel_region(x, 1),
+    "sp_gather": lambda x: mappings.gather_from_sequence_parallel_region(x),
+    "sp_gather_replicated": lambda x: mappings.gather_from_sequence_parallel_region(x, 1, to_model_parallel=False),
+    "sp_reduce_scatter": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(x),
+    "sp_reduce_scatter_f64": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(x, 1, dtype=torch.float64),
+}
+
+
+def forward_and_backward(name):
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    x = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    before = x.detach().clone()
+    with comm.record() as log:
+        y = PAIRS[name](x)
+        forward = comm.count(log)
+        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(10 + rank))
+        kept = seed.clone()
+        y.backward(seed)
+    assert torch.equal(x, before) and torch.equal(seed, kept), "the mapping modified its input or gradient"
+    return before, y.detach(), kept, x.grad, dict(forward), dict(comm.count(log) - forward)
+
+
+FORWARD = {  # name: (what the pair gives forward, what backward) from the list of all ranks' inputs
+    "copy": (lambda xs, r: xs[r], lambda gs, r: sum(gs)),
+    "reduce": (lambda xs, r: sum(xs), lambda gs, r: gs[r]),
+    "scatter": (lambda xs, r: xs[r].chunk(len(xs), -1)[r], lambda gs, r: torch.cat(gs, -1)),
+    "gather": (lambda xs, r: torch.cat(xs, -1), lambda gs, r: gs[r].chunk(len(gs), -1)[r]),
+    "gather_dim": (lambda xs, r: torch.cat(xs, 1), lambda gs, r: gs[r].chunk(len(gs), 1)[r]),
+    "reduce_scatter_dim": (lambda xs, r: sum(xs).chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+    "channels": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+    "sp_scatter": (lambda xs, r: xs[r].chunk(len(xs), 0)[r], lambda gs, r: torch.cat(gs, 0)),
+    "sp_scatter_1": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+    "sp_gather": (lambda xs, r: torch.cat(xs, 0), lambda gs, r: sum(gs).chunk(len(gs), 0)[r]),
+    "sp_gather_replicated": (lambda xs, r: torch.cat(xs, 1), lambda gs, r: gs[r].chunk(len(gs), 1)[r]),
+    "sp_reduce_scatter": (lambda xs, r: sum(xs).chunk(len(xs), 0)[r], lambda gs, r: torch.cat(gs, 0)),
+    "sp_reduce_scatter_f64": (lambda xs, r: sum(xs).chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_forward_and_backward(ranks, name, size):
+    found = ranks(forward_and_backward, name, world_size=size, tp=size)
+    xs, gs = [f[0] for f in found], [f[2] for f in found]
+    forward, backward = FORWARD[name]
+    for rank, (_, y, _, grad, *_) in enumerate(found):
+        torch.testing.assert_close(y, forward(xs, rank), rtol=0, atol=1e-6)
+        torch.testing.assert_close(grad, backward(gs, rank), rtol=0, atol=1e-6)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks):
+    counts = ranks(forward_and_backward, "sp_gather", world_size=2, tp=2)[0][4:]
+    assert counts == ({("all_gather", 2): 1}, {("reduce_scatter", 2): 1})
+
+
+def split_five():
+    mappings.scatter_to_sequence_parallel_region(torch.ones(5, 2))
+
+
+def reduce_scatter_five():
+    mappings.reduce_scatter_to_sequence_parallel_region(torch.ones(5, 2))
+
+
+@pytest.mark.parametrize("function", [split_five, reduce_scatter_five])
+def test_a_sequence_that_does_not_divide_is_named_on_all_ranks(ranks, function):
+    errors = ranks(function, world_size=2, tp=2, return_exceptions=True)
+    assert all(isinstance(e, ValueError) and "5" in str(e) and "2" in str(e) for e in errors)
+
+
+def fail_on_rank_one():
+    error = ValueError("no such file: x.hdf5") if parallel_state.get_tensor_model_parallel_rank() == 1 else None
+    comm.raise_on_all(error)
+
+
+def test_an_error_of_one_rank_reaches_all(ranks):
+    errors = ranks(fail_on_rank_one, world_size=2, tp=2, return_exceptions=True)
+    assert [type(e) for e in errors] == [ValueError, ValueError]
+    assert str(errors[0]) == "rank 1: no such file: x.hdf5" and str(errors[1]) == "no such file: x.hdf5"
+
+
+def bytes_of_collectives():
+    with comm.record() as log:
+        comm.all_reduce("sum", torch.ones(1024))
+        comm.all_gather(torch.ones(256))
+        comm.reduce_scatter("sum", torch.ones(1024))
+    return [(c.kind, c.nbytes, c.bytes_sent) for c in log]
+
+
+def test_ring_bytes(ranks):
+    assert ranks(bytes_of_collectives, world_size=4, tp=4)[0] == [
+        ("all_reduce", 4096, 6144.0), ("all_gather", 1024, 3072), ("reduce_scatter", 4096, 3072.0)
+    ]  # fmt: skip
+
+
+def foreign_group():
+    import torch.distributed as dist
+
+    comm.all_reduce("sum", torch.ones(1), dist.new_group([0, 1]))
+
+
+def test_a_group_of_ones_own_has_to_be_registered(ranks):
+    with pytest.raises(ValueError, match="register_group"):
+        ranks(foreign_group, world_size=2, tp=2)

@@ -1,0 +1,222 @@
+"""The collectives, each a pure function: no input is modified, on any backend.
+
+Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed` (gloo, NCCL) at once;
+XLA tensors are traced into the graph with their replica groups, as a compiler for Trainium needs them. Names and argument
+order are those of `neuronx_distributed.parallel_layers.comm`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import parallel_state
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+Groups = dist.ProcessGroup | parallel_state.ReplicaGroups | None
+
+
+class Collective(NamedTuple):
+    """One collective that this rank took part in."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, broadcast
+    group_size: int
+    shape: tuple[int, ...]  # of the input on this rank
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the input on this rank."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005)."""
+        n = self.group_size
+        factor = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1, "broadcast": 1}
+        return factor[self.kind] * self.nbytes
+
+
+_records: list[list[Collective]] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Collective]]:
+    """Lists every collective that runs (or, on XLA, is traced) inside the block, in order."""
+    log: list[Collective] = []
+    _records.append(log)
+    try:
+        yield log
+    finally:
+        _records.remove(log)
+
+
+def count(log: list[Collective]) -> Counter:
+    """How often each `(kind, group size)` occurs in a log of `record`."""
+    return Counter((c.kind, c.group_size) for c in log)
+
+
+def _note(kind: str, size: int, tensor: torch.Tensor) -> None:
+    for log in _records:
+        log.append(Collective(kind, size, tuple(tensor.shape), tensor.dtype))
+
+
+class Pending:
+    """A collective under way: `wait()` returns its result, once."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None):
+        self._result, self._work = result, work
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+def all_reduce_start(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> Pending:
+    """Begins an all-reduce that may overlap with computation; see `all_reduce`."""
+    if op_type not in _OPS:
+        raise ValueError(f"op_type {op_type!r} is not one of {', '.join(_OPS)}")
+    axis = parallel_state.axis_of(groups)
+    if axis.size == 1:
+        return Pending(tensor.clone(), None)
+    _note("all_reduce", axis.size, tensor)
+    if tensor.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return Pending(xm.all_reduce(op_type, tensor, groups=axis.replica_groups, pin_layout=False), None)
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    return Pending(result, dist.all_reduce(result, _OPS[op_type], group=axis.group, async_op=True))
+
+
+def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> torch.Tensor:
+    """The sum (`max`, `min`) of `tensor` over the group, bitwise equal on all its ranks.
+
+    Args:
+        op_type: `sum`, `max` or `min`.
+        tensor: the same shape on every rank.
+        groups: a process group of `parallel_state` or its replica groups; by default the tensor-parallel one.
+
+    Raises:
+        ValueError: an unknown `op_type` or group.
+    """
+    return all_reduce_start(op_type, tensor, groups).wait()
+
+
+def all_gather(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> torch.Tensor:
+    """The tensors of all ranks of the group, concatenated along `dim` in rank order.
+
+    Args:
+        tensor: the same shape on every rank, at least one dimension.
+        dim: the dimension to concatenate along.
+        groups: as for `all_reduce`.
+    """
+    axis = parallel_state.axis_of(groups)
+    if axis.size == 1:
+        return tensor.clone()
+    _note("all_gather", axis.size, tensor)
+    if tensor.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False)
+    tensor = tensor.contiguous()
+    gathered = tensor.new_empty(axis.size * tensor.size(0), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor, group=axis.group)
+    return gathered if dim % tensor.dim() == 0 else torch.cat(gathered.chunk(axis.size), dim=dim)
+
+
+def reduce_scatter(
+    reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, scatter_dim: int = 0, groups: Groups = None
+) -> torch.Tensor:
+    """This rank's chunk, along `scatter_dim`, of the sum of `tensor` over the group, times `scale`.
+
+    Args:
+        reduce_type: `sum`, `max` or `min`.
+        tensor: the same shape on every rank.
+        scale: factor on the result.
+        scatter_dim: the dimension that is cut; the group's size has to divide it.
+        groups: as for `all_reduce`.
+
+    Raises:
+        ValueError: an unknown `reduce_type` or group, or a dimension that does not divide, with the numbers.
+    """
+    if reduce_type not in _OPS:
+        raise ValueError(f"reduce_type {reduce_type!r} is not one of {', '.join(_OPS)}")
+    axis = parallel_state.axis_of(groups)
+    scatter_dim %= tensor.dim()
+    if tensor.size(scatter_dim) % axis.size:
+        raise ValueError(
+            f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the group's size {axis.size}"
+        )
+    if axis.size == 1:
+        return tensor * scale if scale != 1.0 else tensor.clone()
+    _note("reduce_scatter", axis.size, tensor)
+    if tensor.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return xm.reduce_scatter(
+            reduce_type, tensor, scale, scatter_dim, axis.size, groups=axis.replica_groups, pin_layout=False
+        )
+    # The chunks have to lie one behind the other.
+    source = tensor.movedim(scatter_dim, 0).contiguous()
+    if source.data_ptr() == tensor.data_ptr():
+        source = source.clone()
+    result = source.new_empty(source.size(0) // axis.size, *source.shape[1:])
+    dist.reduce_scatter_tensor(result, source, _OPS[reduce_type], group=axis.group)
+    result = result.movedim(0, scatter_dim).contiguous()
+    return result * scale if scale != 1.0 else result
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torch.Tensor:
+    """The tensor of the group's rank number `src`, on all its ranks.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        src: the place of the source in the group, not its global rank.
+        groups: as for `all_reduce`.
+    """
+    axis = parallel_state.axis_of(groups)
+    if not 0 <= src < axis.size:
+        raise ValueError(f"src {src} is no place in a group of {axis.size}")
+    if axis.size == 1:
+        return tensor.clone()
+    if tensor.device.type == "xla":
+        # A sum of one tensor and zeros: an operation that every compiler has.
+        return all_reduce("sum", tensor if axis.rank == src else torch.zeros_like(tensor), groups)
+    _note("broadcast", axis.size, tensor)
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(result, axis.ranks[src], group=axis.group)
+    return result
+
+
+def barrier(groups: Groups = None) -> None:
+    """Returns on each rank of the group once all have called it. Host-side, on every backend."""
+    axis = parallel_state.axis_of(groups)
+    if axis.size > 1:
+        dist.all_gather_object([None] * axis.size, None, group=axis.group)
+
+
+def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
+    """Raises on every rank of the group if any rank passes an error: its own where it has one, else the first peer's.
+
+    Call it on all ranks at a point that all reach, so that none waits for one that has failed. Host-side.
+
+    Raises:
+        Exception: of the type that the failing rank passed if that is a built-in one, else RuntimeError.
+    """
+    axis = parallel_state.axis_of(groups)
+    mine = None if error is None else (type(error).__name__, str(error))
+    found = [None] * axis.size
+    dist.all_gather_object(found, mine, group=axis.group)
+    if error is not None:
+        raise error
+    for rank, report in zip(axis.ranks, found):
+        if report is not None:
+            name, message = report
+            kind = getattr(__import__("builtins"), name, RuntimeError)
+            raise (kind if issubclass(kind, Exception) else RuntimeError)(f"rank {rank}: {message}")

@@ -1,0 +1,188 @@
+"""The autograd pairs of tensor and sequence parallelism: what a region does forward, and what backward.
+
+Each pair is a collective and its adjoint, so a gradient is right wherever the pair stands (Shoeybi et al., 2019, section
+3; Korthikanti et al., 2022, section 4.2). Names are those of `neuronx_distributed.parallel_layers.mappings`. Where
+`process_group` is None it is the tensor-parallel one; in a group of one rank every pair is the identity.
+"""
+
+import torch
+from torch.autograd import Function
+
+from . import comm, parallel_state
+from .utils import divide
+
+Group = comm.Groups
+
+
+def _size(group: Group) -> int:
+    return parallel_state.axis_of(group).size
+
+
+def _reduce(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    return x if _size(process_group) == 1 else comm.all_reduce("sum", x, process_group)
+
+
+def _split(x: torch.Tensor, dim: int, process_group: Group = None) -> torch.Tensor:
+    axis = parallel_state.axis_of(process_group)
+    if axis.size == 1:
+        return x
+    chunk = divide(x.size(dim), axis.size, f"dimension {dim} of a tensor of shape {tuple(x.shape)}")
+    # A copy: a view would keep the whole tensor alive.
+    return x.narrow(dim, axis.rank * chunk, chunk).clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: torch.Tensor, dim: int, process_group: Group = None) -> torch.Tensor:
+    return x if _size(process_group) == 1 else comm.all_gather(x, dim, process_group)
+
+
+def _reduce_scatter(x: torch.Tensor, dim: int, process_group: Group = None) -> torch.Tensor:
+    return x if _size(process_group) == 1 else comm.reduce_scatter("sum", x, 1.0, dim, process_group)
+
+
+class _CopyToRegion(Function):
+    """forward: identity / backward: all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduce(grad, ctx.group), None
+
+
+class _ReduceFromRegion(Function):
+    """forward: all-reduce / backward: identity."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        reduced = _reduce(x, group)
+        return x.view_as(x) if reduced is x else reduced
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ScatterToRegion(Function):
+    """forward: keep this rank's chunk of `dim` / backward: all-gather along `dim`."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        chunk = _split(x, dim, group)
+        return x.view_as(x) if chunk is x else chunk
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherFromRegion(Function):
+    """forward: all-gather along `dim` / backward: keep this rank's chunk, as what follows is replicated."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        gathered = _gather(x, dim, group)
+        return x.view_as(x) if gathered is x else gathered
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _split(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherToShardedRegion(Function):
+    """forward: all-gather along `dim` / backward: reduce-scatter, as what follows is sharded and each rank holds a part."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        gathered = _gather(x, dim, group)
+        return x.view_as(x) if gathered is x else gathered
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatterToRegion(Function):
+    """forward: reduce-scatter along `dim` / backward: all-gather along `dim`."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group, dtype):
+        ctx.dim, ctx.group, ctx.dtype = dim, group, x.dtype
+        scattered = _reduce_scatter(x if dtype is None else x.to(dtype), dim, group).to(x.dtype)
+        return x.view_as(x) if scattered is x else scattered
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, ctx.dim, ctx.group).to(ctx.dtype), None, None, None
+
+
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    """forward: identity / backward: all-reduce."""
+    return _CopyToRegion.apply(x, process_group)
+
+
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    """forward: all-reduce / backward: identity."""
+    return _ReduceFromRegion.apply(x, process_group)
+
+
+def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    """forward: keep this rank's chunk of the last dim / backward: all-gather along it."""
+    return _ScatterToRegion.apply(x, -1, process_group)
+
+
+def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    """forward: all-gather along the last dim / backward: keep this rank's chunk."""
+    return _GatherFromRegion.apply(x, -1, process_group)
+
+
+def gather_from_tensor_model_parallel_region_with_dim(
+    x: torch.Tensor, gather_dim: int, process_group: Group = None
+) -> torch.Tensor:
+    """forward: all-gather along `gather_dim` / backward: keep this rank's chunk."""
+    return _GatherFromRegion.apply(x, gather_dim, process_group)
+
+
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    x: torch.Tensor, partition_dim: int, process_group: Group = None
+) -> torch.Tensor:
+    """forward: reduce-scatter along `partition_dim` / backward: all-gather along it."""
+    return _ReduceScatterToRegion.apply(x, partition_dim, process_group, None)
+
+
+def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+    """forward: keep this rank's chunk of dim 1 / backward: all-gather along it."""
+    return _ScatterToRegion.apply(x, 1, process_group)
+
+
+def scatter_to_sequence_parallel_region(
+    x: torch.Tensor, sequence_dimension: int = 0, process_group: Group = None
+) -> torch.Tensor:
+    """forward: keep this rank's chunk of the sequence / backward: all-gather along it."""
+    return _ScatterToRegion.apply(x, sequence_dimension, process_group)
+
+
+def gather_from_sequence_parallel_region(
+    x: torch.Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: Group = None,
+) -> torch.Tensor:
+    """forward: all-gather along the sequence / backward: reduce-scatter, or keep the chunk if not `to_model_parallel`."""
+    region = _GatherToShardedRegion if to_model_parallel else _GatherFromRegion
+    return region.apply(x, sequence_dimension, process_group)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: torch.Tensor,
+    sequence_dimension: int = 0,
+    process_group: Group = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """forward: reduce-scatter along the sequence, in `dtype` if given / backward: all-gather along it."""
+    return _ReduceScatterToRegion.apply(x, sequence_dimension, process_group, dtype)

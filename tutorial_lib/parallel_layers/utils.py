@@ -1,0 +1,82 @@
+"""Small arithmetic of sharding, with errors that name the numbers, and the attributes that mark a sharded parameter."""
+
+import torch
+
+
+def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
+    """Raises ValueError, naming both numbers, unless `denominator` divides `numerator`."""
+    if denominator < 1 or numerator % denominator:
+        raise ValueError(f"{what + ': ' if what else ''}{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int, what: str = "") -> int:
+    """`numerator / denominator`, exact or a ValueError that names both numbers."""
+    ensure_divisibility(numerator, denominator, what)
+    return numerator // denominator
+
+
+def split_tensor_along_dim(
+    tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Equal chunks of `tensor` along `dim`: views, or copies if `contiguous_split_chunks`."""
+    size = divide(tensor.size(dim), num_partitions, f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}")
+    chunks = torch.split(tensor, size, dim=dim)
+    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Equal chunks of `tensor` along its last dimension."""
+    return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
+
+
+TENSOR_PARALLEL_ATTRIBUTES = {
+    "tensor_model_parallel": False,  # True if each rank holds a part of the parameter
+    "partition_dim": -1,  # the dimension that is cut
+    "partition_stride": 1,  # how many fused matrices (q, k, v; gate, up) lie in it, each cut for itself
+    "num_partitions": -1,  # parts in all; -1 stands for the tensor-parallel size
+    "rank_ordering": None,  # the place of each rank's part, where it is not the rank
+}
+# Further marks that have to follow a parameter wherever it goes.
+PARAMETER_MARKS = ("sequence_parallel_enabled", "expert_model_parallel", "shared")
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor,
+    is_parallel: bool,
+    dim: int,
+    stride: int,
+    num_partitions: int = -1,
+    rank_ordering: list[int] | None = None,
+) -> None:
+    """Marks a parameter as sharded (or not), the way every other part of the library looks for it.
+
+    Raises:
+        ValueError: the parameter is marked already, and otherwise.
+    """
+    values = dict(zip(TENSOR_PARALLEL_ATTRIBUTES, (is_parallel, dim, stride, num_partitions, rank_ordering)))
+    present = {name: getattr(tensor, name) for name in values if hasattr(tensor, name)}
+    if present and present != values:
+        raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is marked {present} already, not {values}")
+    for name, value in values.items():
+        setattr(tensor, name, value)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Marks a parameter as replicated where it has no marks."""
+    for name, default in TENSOR_PARALLEL_ATTRIBUTES.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, default)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Copies every mark of `source_tensor` that it has."""
+    for name in (*TENSOR_PARALLEL_ATTRIBUTES, *PARAMETER_MARKS):
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def is_tensor_parallel(parameter: torch.Tensor) -> bool:
+    """True if each tensor-parallel rank holds its own part of the parameter."""
+    return getattr(parameter, "tensor_model_parallel", False)
