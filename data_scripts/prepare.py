@@ -1,0 +1,116 @@
+"""From a Wikipedia dump to a data set: `python -m data_scripts.prepare`, or `prepare()` in a notebook.
+
+What is there already is verified and kept; what depends on a changed parameter is built anew beside it.
+"""
+
+import argparse
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+from data_scripts.bert_hdf5 import BertOptions, prepare_bert
+from data_scripts.corpus import prepare_corpus
+from data_scripts.files import Stage
+from data_scripts.tokenization import prepare_wordpiece
+
+DATA_DIR = Path(__file__).resolve().parents[1] / "build" / "data"
+
+FORMATS = {"bert": BertOptions}
+
+
+def prepare(
+    format: str = "bert",
+    *,
+    data_dir: Path | str | None = None,
+    dump: Path | str | None = None,
+    tokenizer: Path | str | None = None,
+    vocab_size: int | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+    **options,
+) -> Stage:
+    """Make a data set, or find it complete.
+
+    Args:
+        format: `bert`: HDF5 shards for BERT, see `BertOptions`.
+        data_dir: where all of it goes; default `build/data` in the project.
+        dump: `*-pages-articles*.xml.bz2`; default the shard that comes with gensim.
+        tokenizer: a given `vocab.txt`; default one trained on the dump.
+        vocab_size: exact size of the vocabulary; default 8192 when trained, any when given.
+        workers: processes; default one a core. They do not change a byte.
+        progress: show bars.
+        **options: fields of the format's options.
+
+    Returns:
+        The data set's folder, its manifest and counts (`vocab_size` among them).
+
+    Raises:
+        ValueError: a parameter out of range, a broken dump, a wrong vocabulary.
+        OSError: no such file, or not enough space.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
+    workers = _cores() if workers is None else workers
+    if workers < 1:
+        raise ValueError(f"workers is {workers}, must be at least 1")
+    fields = {field.name for field in dataclasses.fields(FORMATS[format])}
+    if unknown := sorted(options.keys() - fields):
+        raise ValueError(f"format {format!r} has no option {', '.join(unknown)}")
+    settings = FORMATS[format](**options)  # checked before the first stage runs
+    data_dir = DATA_DIR if data_dir is None else Path(data_dir)
+    tokenizer = None if tokenizer is None else Path(tokenizer)
+    corpus = prepare_corpus(data_dir, dump, workers=workers, progress=progress)
+    wordpiece = prepare_wordpiece(
+        data_dir, corpus, tokenizer, vocab_size=vocab_size, lowercase=settings.lowercase
+    )
+    return prepare_bert(data_dir, corpus, wordpiece, settings, workers=workers, progress=progress)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux: those that we may use
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="data_scripts.prepare", description=__doc__)
+    parser.add_argument("--format", choices=FORMATS, default="bert")
+    parser.add_argument("--data-dir", type=Path, default=DATA_DIR)
+    parser.add_argument("--dump", type=Path, help="default: the shard that comes with gensim")
+    parser.add_argument("--tokenizer", type=Path, help="default: one trained on the dump")
+    parser.add_argument("--vocab-size", type=int, help="default: 8192 when trained")
+    parser.add_argument("--workers", type=int, help="processes; default: one a core")
+    parser.add_argument("--quiet", action="store_true", help="no bars, print the folder only")
+    for name, settings in FORMATS.items():
+        group = parser.add_argument_group(f"--format {name}")
+        for field in dataclasses.fields(settings):
+            flag = "--" + field.name.replace("_", "-")
+            kind = {"type": type(field.default)}
+            if isinstance(field.default, bool):
+                kind = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(
+                flag, default=argparse.SUPPRESS, help=f"default: {field.default}", **kind
+            )
+    return parser
+
+
+def main() -> None:
+    """The command line; prints the folder of the data set last."""
+    parser = _parser()
+    arguments = vars(parser.parse_args())
+    quiet = arguments.pop("quiet")
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
+    try:
+        stage = prepare(arguments.pop("format"), progress=not quiet, **arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        parser.exit(1, f"error: {error}\n")
+    if not quiet:
+        for name, count in stage.counts.items():
+            if isinstance(count, int):
+                logging.info("%s: %s", name, f"{count:,}")
+    print(stage.folder)
+
+
+if __name__ == "__main__":
+    main()
