@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 tutorials: $(READY)            ## every notebook, executed into build/executed/ as .ipynb and .html
-	$(BIN)/python notebooks/run.py tutorials
+	$(BIN)/python -m notebooks.run tutorials
 
 test: $(READY)                 ## what a user runs: unit and multi-rank tests, every notebook once
 	$(BIN)/python -m pytest -m "not slow" tests
@@ -26,7 +26,7 @@ lab: $(READY)                  ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)            ## refresh the committed outputs
-	$(BIN)/python notebooks/run.py refresh
+	$(BIN)/python -m notebooks.run refresh
 
 clean:
 	rm -rf build $(VENV)

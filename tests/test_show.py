@@ -1,0 +1,214 @@
+"""Tables, predictions, claims, exercise checks, source, pictures, and the counter of bytes sent."""
+
+import json
+import multiprocessing
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tutorial_lib import show
+from tutorial_lib.parallel_layers import comm
+from tutorial_lib.parallel_layers.traffic import bytes_sent
+from tutorial_lib.show.exercises import verdict
+from tutorial_lib.training.metrics import Metric, TrainingMetrics
+
+
+def test_table_is_text_and_html_without_styles():
+    drawn = show.table([{"rank": 0, "shape": "(2, 3)", "MB": 12345.5}, {"rank": 1, "shape": "<b>", "MB": 1e6}], "Shapes")
+    assert repr(drawn).splitlines() == [
+        "Shapes",
+        "rank  shape          MB",
+        "────  ──────  ─────────",
+        "   0  (2, 3)     12,346",
+        "   1  <b>     1,000,000",
+    ]
+    page = drawn._repr_html_()
+    assert '<td align="right">12,346</td>' in page and "&lt;b&gt;" in page and "style" not in page
+
+
+def test_ragged_rows_are_refused():
+    with pytest.raises(ValueError, match="1 cells in a table of 2"):
+        show.Table(["a", "b"], [[1]])
+
+
+def test_by_rank_names_the_rank_that_differs():
+    drawn = show.by_rank({"sum": [1.0] * 4, "weight": [3, 3, 7, 3], "slice": [0, 1, 2, 3]})
+    assert [row[-1] for row in drawn.rows] == ["all 4 ranks agree", "rank 2 differs from the others", "differs by rank"]
+    assert drawn.marked == {1}
+    assert drawn._repr_html_().count("◀") == 1
+    with pytest.raises(ValueError, match=r"\[3, 4\]"):
+        show.by_rank({"a": [1] * 3, "b": [1] * 4})
+
+
+def test_two_ranks_that_differ_blame_neither():
+    assert show.by_rank({"a": [1, 2]}).marked == set()
+
+
+def test_compare_gives_ratios():
+    rows = show.compare({"all_reduce": (6300, 6000), "broadcast": (None, 10), "nothing": (0, 0)}, "bytes").rows
+    assert [row[-1] for row in rows] == ["1.0500", "–", "–"]
+
+
+def test_sizes():
+    assert [show.size(n) for n in (0, 1023, 1024, 6 * 2**20, 5 * 2**50)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "6.0 MiB", "5120.0 TiB"
+    ]  # fmt: skip
+
+
+def test_prediction(capsys):
+    show.predict("How many?", 8, "MB").reveal(4, "half as many.")
+    assert "your guess: 8 MB, 2.00 of it" in capsys.readouterr().out
+    show.predict("How many?").reveal(4)
+    assert "guess" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="'four' is not a number"):
+        show.predict("How many?", "four")
+
+
+def test_claims_are_in_the_file_and_fatal_where_they_fail(tmp_path, capsys):
+    claims = show.Claims(tmp_path / "new", {"tp_size": 2, "dtype": torch.float32})
+    claims.add("loss", torch.tensor(2.0005), 2.0, tolerance=1e-3)
+    claims.add("ranks", [0, 1], [0, 1])
+    claims.add("difference", np.float64(1e-6), 1e-4, relation="<=")
+    claims.metric("Final loss", 2.0, "nat", Epoch=1)
+    with pytest.raises(show.ClaimError, match=r"weight: measured 3, expected 2\.5 ± 0\.1, off by 0\.5"):
+        claims.add("weight", 3, 2.5, 0.1)
+    content = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert content["results"]["parameters"] == {"tp_size": 2, "dtype": "torch.float32"}
+    assert content["results"]["metrics"][0]["MetricName"] == "Final loss"
+    assert [claim["passed"] for claim in content["claims"]] == [True, True, True, False]
+    assert set(content["claims"][0]) == {"name", "measured", "expected", "tolerance", "passed"}
+    assert claims.table().marked == {3}
+    claims.add("weight", 2.5, 2.5)
+    assert claims.table().marked == set()
+    assert capsys.readouterr().out.count("✓") == 4
+
+
+@pytest.mark.parametrize(
+    "measured, expected, options",
+    [
+        (float("nan"), 1.0, {}),
+        (float("nan"), 1.0, {"tolerance": float("inf")}),
+        (float("nan"), 1.0, {"relation": "<="}),
+        (1e-3, 1e-4, {"relation": "<="}),
+        (1.0, 1.0, {"relation": "<"}),
+        ([1], [2], {}),
+        (torch.ones(2), torch.zeros(2), {}),
+    ],
+)
+def test_claims_that_fail(tmp_path, measured, expected, options):
+    with pytest.raises(show.ClaimError):
+        show.Claims(tmp_path, {}).add("it", measured, expected, **options)
+
+
+@pytest.mark.parametrize("options", [{"relation": "~"}, {"tolerance": -1}, {"tolerance": 0.1, "relation": "<="}])
+def test_claims_that_make_no_sense(tmp_path, options):
+    with pytest.raises(ValueError, match="relation"):
+        show.Claims(tmp_path, {}).add("it", 1, 1, **options)
+    with pytest.raises(ValueError, match="not numbers"):
+        show.Claims(tmp_path, {}).add("it", "a", "a", tolerance=0.1)
+
+
+def store(path, worker):
+    for i in range(20):
+        TrainingMetrics(path).store_metrics([Metric("Loss", i, additional_data={"worker": worker})])
+
+
+def test_several_writers_of_one_results_file_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=store, args=(tmp_path / "results.json", w)) for w in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(TrainingMetrics(tmp_path / "results.json").read()["results"]["metrics"]) == 60
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_exercise_verdicts():
+    ones = [torch.ones(2)] * 4
+    assert verdict([None] * 4, ones) == "not attempted"
+    assert verdict(None, 3) == "not attempted"
+    assert verdict(ones, ones) == verdict(3, 3) == verdict("dp", "dp") == "correct"
+    assert verdict([torch.ones(2) + 1e-7] * 4, ones, tolerance=1e-6) == "correct"
+    wrong = [*ones[:2], torch.full((2,), 3.0), torch.ones(2)]
+    assert verdict(wrong, ones) == "off by 2 on rank 2"
+    halves = [torch.full((2,), 0.5)] * 4
+    assert verdict(wrong, ones, mistakes={"it is halved": halves}) == "off by 2 on rank 2"
+    assert verdict(halves, ones, mistakes={"it is halved": halves}) == "off by 0.5 on rank 0, because it is halved"
+    assert verdict([torch.ones(3)] * 4, ones) == "shape (3,) instead of (2,) on rank 0"
+    assert verdict([*ones[:3], None], ones) == "nothing returned on rank 3"
+    assert verdict([torch.ones(2)] * 3, ones) == "3 answers for 4 ranks"
+    assert verdict([torch.full((2,), float("nan"))] * 4, ones) != "correct"
+    assert verdict("tp", "dp") == "'tp' instead of 'dp'"
+    assert verdict([[0, 1]] * 2, [[0, 1], [2, 3]]) == "off by 2 on rank 1"
+
+
+class Base:
+    def same(self):
+        return 1
+
+    def other(self, x):
+        """Doc."""
+        y = x + 1  # comment
+        return y
+
+
+class Derived(Base):
+    """Changes one line."""
+
+    def other(self, x):
+        y = x + 2
+        return y
+
+    def new(self):
+        return 3
+
+
+def test_diff_shows_what_an_override_changes():
+    drawn = show.diff(Derived, Base)
+    lines = repr(drawn).splitlines()
+    assert "-    y = x + 1" in lines and "+    y = x + 2" in lines and "+    return 3" in lines
+    assert not any("same" in line or "Doc" in line or "comment" in line for line in lines)
+    assert drawn._repr_markdown_().startswith("```diff\n")
+    assert repr(show.diff(Derived, Derived)) == "no difference"
+
+
+def test_source_with_and_without_docstrings():
+    assert "Doc." in repr(show.source(Base)) and "# comment" in repr(show.source(Base.other))
+    bare = repr(show.source(Base, docstring=False))
+    assert "Doc." not in bare and "comment" not in bare and "y = x + 1" in bare
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        lambda: show.mesh_grid([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        lambda: show.slices((256, 1024), 4, 1, "columns"),
+        lambda: show.slices((1024, 256), 4, 0),
+        lambda: show.curves({"dp": [3.0, 2.0], "tp": [3.0, 2.0]}),
+        lambda: show.bars({"all_reduce": [6e6] * 4}, {"all_reduce": [6e6] * 4}, "bytes"),
+    ],
+)
+def test_pictures_are_small_and_the_same_each_time(picture):
+    png, size = picture()._repr_png_()
+    assert png.startswith(b"\x89PNG") and len(png) < 60_000 and 300 < size["width"] < 900
+    assert picture()._repr_png_()[0] == png
+
+
+def send_a_million():
+    before = bytes_sent()
+    comm.all_gather(torch.ones(250_000))
+    return bytes_sent() - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes")
+def test_bytes_sent_counts_what_a_collective_sends(ranks):
+    for sent in ranks(send_a_million, world_size=2, tp=2):
+        assert 1_000_000 <= sent < 1_005_000
+
+
+def test_bytes_sent_elsewhere(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert bytes_sent() is None

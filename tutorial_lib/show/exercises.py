@@ -1,0 +1,70 @@
+"""Exercises: a stub that a reader fills in, and a check that says what is off, on which rank, and why.
+
+A stub returns None, as `...` does, so a notebook runs through with all of them untouched.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .tables import text
+
+NOT_ATTEMPTED, CORRECT = "not attempted", "correct"
+
+
+def check(
+    name: str,
+    found: Sequence[Any] | Any,
+    expected: Sequence[Any] | Any,
+    tolerance: float = 0.0,
+    mistakes: Mapping[str, Sequence[Any] | Any] | None = None,
+) -> None:
+    """Prints `not attempted`, `correct`, or what is off by how much on which rank, because of what.
+
+    Args:
+        name: of the exercise.
+        found: the answer (None: not attempted), or a list with one for each rank.
+        expected: of the same form.
+        tolerance: largest absolute difference that counts as correct.
+        mistakes: answers that a usual mistake gives, by their explanation.
+    """
+    print(f"{name}: {verdict(found, expected, tolerance, mistakes)}")
+
+
+def verdict(found: Any, expected: Any, tolerance: float = 0.0, mistakes: Mapping[str, Any] | None = None) -> str:
+    """The text of `check`."""
+    by_rank = isinstance(expected, list)
+    answers = found if isinstance(found, list) else [found]
+    right = expected if by_rank else [expected]
+    if all(answer is None for answer in answers):
+        return NOT_ATTEMPTED
+    if len(answers) != len(right):
+        return f"{len(answers)} answers for {len(right)} ranks"
+    faults = [_difference(answer, value, tolerance) for answer, value in zip(answers, right)]
+    rank = next((rank for rank, fault in enumerate(faults) if fault is not None), None)
+    if rank is None:
+        return CORRECT
+    where = f" on rank {rank}" if by_rank else ""
+    reasons = [
+        reason
+        for reason, wrong in (mistakes or {}).items()
+        if _difference(answers[rank], wrong[rank] if by_rank else wrong, tolerance) is None
+    ]
+    return faults[rank] + where + (f", because {reasons[0]}" if reasons else "")
+
+
+def _difference(answer: Any, right: Any, tolerance: float) -> str | None:
+    """What separates an answer from the right one, or None."""
+    if answer is None:
+        return "nothing returned"
+    try:
+        answer, right = torch.as_tensor(answer), torch.as_tensor(right)
+    except (TypeError, ValueError, RuntimeError):
+        return None if answer == right else f"{answer!r} instead of {right!r}"
+    if answer.shape != right.shape:
+        return f"shape {tuple(answer.shape)} instead of {tuple(right.shape)}"
+    if right.numel() == 0:
+        return None
+    off = (answer.double() - right.double()).abs().max().item()
+    return None if off <= tolerance else f"off by {text(off)}"

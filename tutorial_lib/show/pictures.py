@@ -1,0 +1,135 @@
+"""The course's pictures, in one style. Each is drawn from values of the reader's own run."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from .tables import size
+
+# Okabe and Ito's palette: eight colours that people with any colour vision tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+INK, FAINT = "#222222", "#dddddd"
+WIDTH = 6.4  # inches; a notebook's column
+DPI = 200
+
+
+class Picture:
+    """A figure that a notebook shows as a PNG, at half its pixels so that it stays sharp."""
+
+    def __init__(self, figure: Figure):
+        self.figure = figure
+
+    def _repr_png_(self) -> tuple[bytes, dict]:
+        target = io.BytesIO()
+        self.figure.savefig(
+            target, format="png", dpi=DPI, bbox_inches="tight", facecolor="white", metadata={"Software": None}
+        )
+        # The width is in the PNG's header, at byte 16.
+        return target.getvalue(), {"width": int.from_bytes(target.getvalue()[16:20], "big") // 2}
+
+    def __repr__(self) -> str:
+        return f"<picture: {self.figure.get_suptitle() or ', '.join(a.get_title() for a in self.figure.axes)}>"
+
+
+def colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _axes(height: float, columns: int = 1, **kwargs) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **kwargs)[0]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.tick_params(labelsize=8)
+        each.title.set_fontsize(10)
+    return figure, list(axes)
+
+
+def mesh_grid(tp_groups: Sequence[Sequence[int]], dp_groups: Sequence[Sequence[int]]) -> Picture:
+    """The mesh of ranks: a row for each tensor-parallel group, a column for each data-parallel one.
+
+    Args:
+        tp_groups, dp_groups: the groups as lists of ranks (`get_tensor_model_parallel_group(as_list=True)`).
+    """
+    rows, columns = len(tp_groups), len(dp_groups)
+    figure, (axes,) = _axes(0.9 + 0.62 * rows)
+    axes.set(xlim=(-1.75, columns + 0.05), ylim=(rows + 0.1, -0.75))
+    axes.axis("off")
+    for row, group in enumerate(tp_groups):
+        band = FancyBboxPatch((0.06, row + 0.1), columns - 0.12, 0.8, boxstyle="round,pad=0,rounding_size=0.1", fc="#f2f2f2", ec="none")
+        axes.add_patch(band)
+        axes.text(-0.05, row + 0.5, f"tensor-parallel group\n{list(group)}", ha="right", va="center", fontsize=8, color=INK)
+        for rank in group:
+            column = next(i for i, ranks in enumerate(dp_groups) if rank in ranks)
+            box = FancyBboxPatch((column + 0.16, row + 0.2), 0.68, 0.6, boxstyle="round,pad=0,rounding_size=0.08", fc=colour(column), ec="none")
+            axes.add_patch(box)
+            axes.text(column + 0.5, row + 0.5, f"rank {rank}", ha="center", va="center", color="white", fontsize=10, weight="bold")
+    for column, group in enumerate(dp_groups):
+        axes.text(column + 0.5, -0.1, f"data-parallel group\n{list(group)}", ha="center", va="bottom", fontsize=8, color=colour(column))
+    return Picture(figure)
+
+
+def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Picture:
+    """A weight of `shape` cut into equal `parts` along `dim`, each in the colour of the rank that holds it."""
+    figure, (axes,) = _axes(2.2)
+    rows, columns = shape
+    height = 1.0
+    width = min(max(columns / rows, 0.35), 3.0)
+    axes.set(xlim=(-0.35, 3.6), ylim=(height + 0.25, -0.25), aspect="equal", title=title)
+    axes.axis("off")
+    for part in range(parts):
+        x, y, w, h = (part * width / parts, 0, width / parts, height) if dim % 2 else (0, part * height / parts, width, height / parts)
+        axes.add_patch(Rectangle((x, y), w, h, fc=colour(part), ec="white", lw=1.5))
+        axes.text(x + w / 2, y + h / 2, f"rank {part}", ha="center", va="center", color="white", fontsize=8, weight="bold")
+    piece = (rows, columns // parts) if dim % 2 else (rows // parts, columns)
+    axes.text(width / 2, -0.05, f"{columns:,}", ha="center", va="bottom", fontsize=8)
+    axes.text(-0.05, height / 2, f"{rows:,}", ha="right", va="center", fontsize=8)
+    axes.text(width + 0.12, height / 2, f"{rows:,} × {columns:,} in all\n{piece[0]:,} × {piece[1]:,} on each rank", va="center", fontsize=8)
+    return Picture(figure)
+
+
+def curves(series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: str = "step", title: str = "") -> Picture:
+    """A line for each series over its steps, from 1. The later of two that coincide is dashed, so that both show."""
+    figure, (axes,) = _axes(2.8)
+    for index, (name, values) in enumerate(series.items()):
+        style = "-" if index == 0 else (0, (4, 2 + index))
+        axes.plot(range(1, len(values) + 1), values, color=colour(index), ls=style, lw=2, label=name)
+    axes.set(title=title)
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return Picture(figure)
+
+
+def bars(
+    measured: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]] | None = None, title: str = "", nbytes: bool = True
+) -> Picture:
+    """For each name a panel with one bar a rank, and a line across it at the value that was expected there.
+
+    Args:
+        measured, expected: for each name the ranks' values, in rank order.
+        nbytes: the values are bytes.
+    """
+    figure, panels = _axes(2.3, len(measured), sharey=True)
+    figure.suptitle(title, fontsize=10)
+    for axes, (name, values) in zip(panels, measured.items()):
+        axes.bar(range(len(values)), values, color=[colour(rank) for rank in range(len(values))], width=0.7)
+        for rank, value in enumerate(expected[name] if expected else []):
+            label = "formula" if axes is panels[0] and rank == 0 else None
+            axes.plot([rank - 0.45, rank + 0.45], [value, value], color=INK, lw=1.6, label=label)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("rank", fontsize=8)
+        axes.set_xticks(range(len(values)))
+        if nbytes:
+            axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 4, 5, 10]))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    if expected:
+        panels[0].legend(frameon=False, fontsize=8)
+    return Picture(figure)

@@ -1,0 +1,105 @@
+"""Tables that read the same in JupyterLab, on GitHub (which drops styles), in exported HTML and in a terminal."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+class Table:
+    """Rows of cells below a header. Numbers stand to the right, rows in `marked` are bold and carry an arrow."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", marked: set[int] = frozenset()):
+        wrong = [len(row) for row in rows if len(row) != len(columns)]
+        if wrong:
+            raise ValueError(f"a row of {wrong[0]} cells in a table of {len(columns)} columns")
+        self.caption, self.marked = caption, marked
+        self.columns = [str(column) for column in columns]
+        self.rows = [[text(cell) for cell in row] for row in rows]
+        numeric = (int, float)
+        self._right = [bool(rows) and all(isinstance(row[i], numeric) for row in rows) for i in range(len(columns))]
+
+    def __repr__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        drawn = []
+        for number, line in enumerate(lines):
+            cells = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, self._right)]
+            drawn.append(("  ".join(cells) + ("  ◀" if number - 1 in self.marked else "")).rstrip())
+        drawn.insert(1, "  ".join("─" * width for width in widths))
+        return "\n".join(([self.caption] if self.caption else []) + drawn)
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str, marked: bool = False) -> str:
+            drawn = []
+            for cell, right in zip(cells, self._right):
+                shown = f"<b>{html.escape(cell)}</b>" if marked else html.escape(cell)
+                drawn.append(f'<{tag} align="{"right" if right else "left"}">{shown}</{tag}>')
+            return f"<tr>{''.join(drawn)}{'<td><b>◀</b></td>' if marked else ''}</tr>"
+
+        body = "\n".join(line(row, "td", i in self.marked) for i, row in enumerate(self.rows))
+        caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
+        return f"{caption}<table>\n<thead>{line(self.columns, 'th')}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def text(value: Any) -> str:
+    """A cell's text: thousands apart, five digits of a fraction, `–` for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 1e5 else f"{value:,.5g}"
+    return str(value)
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes in the largest binary unit that leaves a whole part: `6.0 MiB`."""
+    for unit in _UNITS:
+        if abs(nbytes) < 1024 or unit == _UNITS[-1]:
+            return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+
+
+def table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
+    """A table of mappings that share their keys, in the first one's order."""
+    columns = list(rows[0]) if rows else []
+    return Table(columns, [[row[column] for column in columns] for row in rows], caption)
+
+
+def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
+    """One row for each quantity: a single cell where all ranks agree, and every rank's value where they do not.
+
+    Args:
+        values: for each quantity the ranks' values, in rank order.
+
+    Returns:
+        A table in which a row is marked if just one rank differs from all others; the last column names that rank.
+    """
+    sizes = {len(ranks) for ranks in values.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"every quantity needs one value for each rank, got {sorted(sizes)} values")
+    (count,) = sizes
+    rows, marked = [], set()
+    for name, found in values.items():
+        shown = [text(value) for value in found]
+        odd = [rank for rank, value in enumerate(shown) if shown.count(value) == 1]
+        verdict = f"all {count} ranks agree" if len(set(shown)) == 1 else "differs by rank"
+        if len(odd) == 1 and count > 2 and len(set(shown)) == 2:
+            verdict = f"rank {odd[0]} differs from the others"
+            marked.add(len(rows))
+        rows.append([name, *shown, verdict])
+    return Table(["", *(f"rank {rank}" for rank in range(count)), ""], rows, caption, marked)
+
+
+def compare(rows: Mapping[str, tuple[float | None, float]], unit: str = "", caption: str = "") -> Table:
+    """`measured | expected | ratio` for each named pair; a measurement of None is one that this machine cannot make."""
+    suffix = f" [{unit}]" if unit else ""
+    lines = []
+    for name, (measured, expected) in rows.items():
+        ratio = None if measured is None or not expected else f"{measured / expected:.4f}"
+        lines.append([name, measured, expected, ratio])
+    return Table(["", f"measured{suffix}", f"expected{suffix}", "measured / expected"], lines, caption)
