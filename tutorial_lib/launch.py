@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 BACKENDS = ("cpu", "cuda", "xla")
 LAUNCH_VARIABLES = (
@@ -109,6 +110,8 @@ def init_distributed(backend: str, timeout: float = 60.0) -> None:
     """
     check_backend(backend)
     options = {"timeout": timedelta(seconds=timeout)}
+    # A group that is made later gets torch's own default otherwise, half an hour, and not the time-out of the world.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options["timeout"]
     if backend == "cpu":
         dist.init_process_group("gloo", **options)
     elif backend == "cuda":

@@ -1,0 +1,305 @@
+"""The reader's side of several ranks in one notebook: start them, run cells on them, stop them, whatever happens.
+
+    mesh = Mesh(world_size=4, tp_size=2)
+    mesh.start()
+
+    %%px                     # the cell runs on every rank; its output comes in the order of the ranks
+    print(rank, device)
+
+    mesh.gather("rank")      # [0, 1, 2, 3]
+
+One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher left in it, and get what
+`torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. All of this is written for
+ranks on the kernel's own machine: `ADDRESS` is the one place that says so. Ranks are assigned by where an engine runs (host,
+then process), never by its id, so that a launcher for several nodes has only to start engines and set `ADDRESS`.
+
+What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
+`RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
+connections between the ranks; `mesh.reset()` makes new ones. What cannot be released is killed; then `mesh.restart()`.
+"""
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+import ipyparallel as ipp
+import psutil
+import torch
+from IPython import get_ipython
+
+from tutorial_lib import engine, mesh_magics, reaper
+from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
+from tutorial_lib.mesh_report import MeshError, RankError, describe_failure
+from tutorial_lib.mesh_watch import Rendezvous, Watch
+
+__all__ = ["Mesh", "MeshError", "RankError"]
+
+ADDRESS = "127.0.0.1"  # where the kernel is reached by the ranks
+START_TIMEOUT = 120  # seconds that all engines together get to start
+TIMEOUT, TIMEOUT_TRAINIUM = 20.0, 3600.0  # seconds a collective waits for its peers; on Trainium they may be compiling
+_current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
+
+
+class MeshInterrupted(KeyboardInterrupt):
+    """The reader interrupted a cell that ran on the ranks."""
+
+    def _render_traceback_(self) -> list[str]:
+        return f"KeyboardInterrupt: {self}".splitlines()
+
+
+class Mesh:
+    """`world_size` ranks that run the `%%px` cells of this notebook.
+
+    Args:
+        world_size: number of ranks, one process each.
+        tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on every rank.
+        backend: `cpu`, `cuda` or `xla`.
+        timeout: seconds that a collective waits for its peers before it raises. By default 20, and 3600 on Trainium.
+        threads: threads each rank computes with.
+
+    Raises:
+        ValueError: sizes that do not fit, or a backend that cannot work here; before anything is started.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        tp_size: int | None = None,
+        backend: str = "cpu",
+        *,
+        timeout: float | None = None,
+        threads: int = 1,
+    ):
+        for name, size in (("world_size", world_size), ("tp_size", tp_size), ("threads", threads)):
+            if (name, size) != ("tp_size", None) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} {size!r} is not a positive whole number")
+        if tp_size is not None and world_size % tp_size:
+            raise ValueError(f"world_size {world_size} is not divisible by tp_size {tp_size}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout {timeout!r} is not a positive number of seconds")
+        check_backend(backend)
+        if backend == "cuda" and world_size > torch.cuda.device_count():
+            raise ValueError(f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+        if timeout is None:
+            timeout = TIMEOUT_TRAINIUM if backend == "xla" and on_trainium() else TIMEOUT
+        self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
+        self.timeout, self.threads = timeout, threads
+        self.pids: list[int] = []  # of the ranks, in their order
+        self._cluster_id: str | None = None
+        self._client: ipp.Client | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._remedy = "start"  # what has to be called before the ranks can talk again; empty if nothing
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Starts the ranks, lets them reduce a number together and prints one line. Replaces a mesh that is up."""
+        global _current
+        began = time.perf_counter()
+        if _current is not None:
+            _current.close()
+        _current = self
+        atexit.register(self.close)
+        try:
+            self._launch()
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+        if get_ipython() is not None:
+            mesh_magics.register(self)
+        print(f"{self}, up in {time.perf_counter() - began:.1f} s")
+
+    def __str__(self) -> str:
+        axes = "" if self.tp_size is None else f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{axes}, backend {self.backend}"
+
+    def _launch(self) -> None:
+        self._cluster_id = f"mesh-{uuid.uuid4().hex[:12]}"
+        self._directory = tempfile.mkdtemp(prefix=f"{self._cluster_id}-")
+        self._reaper = subprocess.Popen(
+            [sys.executable, reaper.__file__, self._cluster_id, self._directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt is for the kernel
+        )
+        self._cluster = ipp.Cluster(
+            n=self.world_size,
+            cluster_id=self._cluster_id,
+            profile_dir=self._directory,
+            load_profile=False,
+            controller_ip=ADDRESS,
+            controller_location=ADDRESS,
+            delay=0,
+            shutdown_atexit=False,
+            log_level=logging.CRITICAL,
+        )
+        self._cluster.start_cluster_sync()
+        self._client = self._cluster.connect_client_sync()
+        try:
+            self._client.wait_for_engines(self.world_size, timeout=START_TIMEOUT, interactive=False)
+        except (ipp.error.EngineError, ipp.error.TimeoutError) as error:
+            raise MeshError(f"{self.world_size} engines did not start: {error}") from error
+        # Of an engine that this process started ipyparallel holds the process, and so its exit status.
+        launched = {one.pid: one.process for group in self._cluster.engines.values() for one in group.launchers.values()}
+        places = {i: self._client[i].apply_sync(engine.whoami) for i in self._client.ids}
+        by_place = sorted(places, key=lambda i: (places[i]["host"], places[i]["pid"]))
+        self._views = [self._client[i] for i in by_place]
+        self.pids = [places[i]["pid"] for i in by_place]
+        self._processes = [launched[pid] for pid in self.pids]
+        hosts = [places[i]["host"] for i in by_place]
+        stale = [name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]
+        for rank, host in enumerate(hosts):
+            environment = rank_environment(
+                self.backend,
+                rank,
+                self.world_size,
+                master_addr=ADDRESS,
+                master_port=0,  # `_join` sets it
+                local_rank=hosts[:rank].count(host),
+                local_world_size=hosts.count(host),
+                threads=self.threads,
+            )
+            # The kernel serves the rendezvous, as torchrun's agent does: its port is bound before a rank hears of it.
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            self._views[rank].apply_sync(engine.boot, environment, stale)
+
+    def _join(self) -> None:
+        """All ranks join a new process group, and show that they hear one another."""
+        self._call(engine.leave)
+        self._rendezvous = there = Rendezvous(ADDRESS, self.pids)
+        self._call(engine.join, self.backend, self.timeout, self.tp_size, ADDRESS, there.port, there.control_port)
+        self._remedy = ""
+        self.check(quiet=True)
+
+    def check(self, quiet: bool = False) -> None:
+        """Raises unless every rank answers and an all-reduce over all of them is right."""
+        self._require_group()
+        began = time.perf_counter()
+        answers = self._call(engine.probe)
+        expected = sum(range(self.world_size))
+        if answers != [(rank, expected) for rank in range(self.world_size)]:
+            raise MeshError(f"all-reduce of the ranks gave {answers}, not {expected} on each in rank order")
+        if not quiet:
+            print(f"{self}: all answer, all-reduce is right, {time.perf_counter() - began:.2f} s")
+
+    def reset(self) -> None:
+        """A new process group on the same ranks. Their variables stay; groups made before are void.
+
+        Raises:
+            MeshError: a rank is dead, or the backend cannot do it: `restart` is needed.
+        """
+        if self._remedy in ("start", "restart"):
+            raise MeshError(f"a reset is not enough here: call mesh.{self._remedy}()")
+        began = time.perf_counter()
+        self._remedy = "reset"
+        self._join()
+        print(f"{self}, reset in {time.perf_counter() - began:.1f} s")
+
+    def restart(self) -> None:
+        """New ranks. All variables on them are lost."""
+        self.start()
+
+    def close(self) -> None:
+        """Ends the ranks and removes every trace of them. May be called at any time, and again."""
+        global _current
+        if _current is self:
+            _current = None
+        if self._cluster_id is None:
+            return
+        self._cluster_id = None
+        self._remedy = "start"
+        atexit.unregister(self.close)
+        self._rendezvous = None
+        if self._client is not None:
+            self._client.close(linger=0)
+            self._client = None
+        self._reaper.stdin.close()
+        self._reaper.wait()
+
+    def __enter__(self) -> "Mesh":
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- work ----
+
+    def run(self, cell: str, ranks: list[int] | None = None) -> None:
+        """Runs a cell on the ranks (all by default) and prints what they print; `%%px` calls it."""
+        self._require_ranks()
+        ranks = list(range(self.world_size)) if ranks is None else ranks
+        for rank in ranks:
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
+        tasks = {rank: self._views[rank].execute(cell, silent=False, block=False) for rank in ranks}
+        shown = mesh_magics.LiveOutput(self._client, tasks)
+        try:
+            self._wait(tasks, shown.tick)
+        finally:
+            shown.finish(self.world_size)
+
+    def push(self, **values) -> None:
+        """Sets variables on every rank."""
+        self._call(engine.assign, values)
+
+    def gather(self, expression: str) -> list:
+        """The value of a variable (or expression) on each rank, in rank order; tensors are copied to the host."""
+        return self._call(engine.value, expression)
+
+    def _call(self, function, *args) -> list:
+        self._require_ranks()
+        tasks = {rank: view.apply_async(function, *args) for rank, view in enumerate(self._views)}
+        self._wait(tasks)
+        return [task.get() for task in tasks.values()]
+
+    def _wait(self, tasks: dict[int, ipp.AsyncResult], on_tick=lambda: None) -> None:
+        """Waits for all ranks, and raises what went wrong on any."""
+        watch = Watch(tasks, self._processes, self._rendezvous, self.timeout)
+        try:
+            watch.wait(on_tick)
+        except KeyboardInterrupt:
+            self._after(watch)
+            raise MeshInterrupted(self._advice()) from None
+        if watch.reports:
+            self._after(watch)
+            finished = tasks.keys() - watch.reports.keys()
+            raise RankError("\n".join([describe_failure(watch.reports, finished), self._advice()]).strip(), watch.reports)
+
+    def _after(self, watch: Watch) -> None:
+        """Decides what the ranks need now, and closes a process group whose ranks may be out of step."""
+        if watch.dead:
+            self._remedy = "restart"
+            return
+        if self._remedy or (not watch.released and watch.in_step(self.world_size)):
+            return
+        self._remedy = "restart" if self.backend == "xla" else "reset"
+        tasks = {rank: view.apply_async(engine.leave) for rank, view in enumerate(self._views)}
+        leaving = Watch(tasks, self._processes, self._rendezvous, self.timeout)
+        leaving.wait()
+        if leaving.dead or leaving.reports:
+            self._remedy = "restart"
+
+    def _advice(self) -> str:
+        return {
+            "": "",
+            "start": "",
+            "reset": "The ranks may be out of step, so their process group is closed: mesh.reset() makes a new one and keeps "
+            "their variables.",
+            "restart": "mesh.restart() starts new ranks.",
+        }[self._remedy]
+
+    def _require_ranks(self) -> None:
+        if self._cluster_id is None or self._remedy == "restart":
+            raise MeshError(f"no ranks are up: call mesh.{self._remedy}()")
+
+    def _require_group(self) -> None:
+        if self._remedy:
+            raise MeshError(f"the process group is closed: call mesh.{self._remedy}()")
