@@ -1,6 +1,11 @@
 """Small arithmetic of sharding, with errors that name the numbers, and the attributes that mark a sharded parameter."""
 
+import copy
+
 import torch
+from torch import nn
+
+from . import parallel_state
 
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
@@ -39,7 +44,12 @@ TENSOR_PARALLEL_ATTRIBUTES = {
     "rank_ordering": None,  # the place of each rank's part, where it is not the rank
 }
 # Further marks that have to follow a parameter wherever it goes.
-PARAMETER_MARKS = ("sequence_parallel_enabled", "expert_model_parallel", "shared")
+PARAMETER_MARKS = (
+    "sequence_parallel_enabled",  # its gradient is of this rank's part of the sequence: to be summed over tensor parallel
+    "expert_model_parallel",
+    "shared",  # a second copy of a weight that another pipeline stage counts
+    "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
+)
 
 
 def set_tensor_model_parallel_attributes(
@@ -80,3 +90,49 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 def is_tensor_parallel(parameter: torch.Tensor) -> bool:
     """True if each tensor-parallel rank holds its own part of the parameter."""
     return getattr(parameter, "tensor_model_parallel", False)
+
+
+def param_is_not_tensor_parallel_duplicate(parameter: torch.Tensor) -> bool:
+    """True on exactly one rank of the tensor-parallel group for each distinct value, so that a sum counts it once."""
+    return is_tensor_parallel(parameter) or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+class KeepsParameterMarks:
+    """For modules that mark their parameters: a deep copy keeps the marks, which `nn.Parameter` alone drops."""
+
+    def __deepcopy__(self, memo):
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__setstate__(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                vars(clone._parameters[name]).update(vars(parameter))
+        return clone
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Moves a model in place and keeps what `model.to(device)` can lose: ties and the marks of parameters.
+
+    On XLA `to` puts a new object in the place of each parameter: a weight shared by two modules comes apart, and its
+    attributes (sharded or not, along which dimension) are gone. Here every place that held one object holds one object
+    again, with all attributes that it had.
+
+    Returns:
+        The same model.
+    """
+    places: dict[int, list[tuple[dict, str]]] = {}  # tensor before: each table and name that holds it
+    marks: dict[int, dict] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, name))
+                    marks[id(tensor)] = dict(vars(tensor))
+    model.to(device)
+    for before, held in places.items():
+        first_table, first_name = held[0]
+        tensor = first_table[first_name]
+        vars(tensor).update(marks[before])
+        for table, name in held[1:]:
+            table[name] = tensor
+    return model

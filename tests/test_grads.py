@@ -1,0 +1,278 @@
+"""Gradients between backward and step: norms counted once, averages over the right group, drift found by name."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutorial_lib.parallel_layers import comm, consistency, grads, parallel_state
+from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
+
+TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
+
+
+def parameter(grad, sharded=False, dtype=torch.float32, **marks):
+    p = nn.Parameter(torch.zeros(len(grad), dtype=dtype))
+    p.grad = torch.tensor(grad, dtype=dtype)
+    if sharded:
+        set_tensor_model_parallel_attributes(p, True, 0, 1)
+    vars(p).update(marks)
+    return p
+
+
+# --- the norm ----------------------------------------------------------------------------------------------------
+
+
+def clip_sharded_and_replicated(force_spmd):
+    sharded, replicated = parameter([3.0 + TP()], sharded=True), parameter([12.0])
+    unused = nn.Parameter(torch.zeros(2))
+    elsewhere = parameter([100.0], shared=True)
+    norm = grads.clip_grad_norm((p for p in (sharded, unused, replicated, elsewhere)), 1.0, force_spmd=force_spmd)
+    return norm, sharded.grad, replicated.grad, unused.grad
+
+
+@pytest.mark.parametrize("force_spmd", [True, False])
+def test_a_replicated_parameter_counts_once(ranks, force_spmd):
+    found = ranks(clip_sharded_and_replicated, force_spmd, world_size=2, tp=2)
+    for rank, (norm, sharded, replicated, unused) in enumerate(found):
+        assert norm.item() == 13.0 and norm.shape == ()
+        assert sharded.item() == pytest.approx((3 + rank) / 13, abs=1e-6)
+        assert replicated.item() == pytest.approx(0.923077, abs=1e-6)
+        assert unused is None
+
+
+def clip_averaged():
+    p = parameter([0.8])
+    before = p.grad.clone()
+    return grads.clip_grad_norm(p, 1.0).item(), torch.equal(p.grad, before)
+
+
+def test_data_parallel_replicas_do_not_add_up_and_a_small_norm_changes_nothing(ranks):
+    assert ranks(clip_averaged, world_size=2) == [(pytest.approx(0.8), True)] * 2
+
+
+def clip_tied():
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False), "c": nn.Linear(1, 1, bias=False)})
+    model["b"].weight = model["a"].weight
+    model["a"].weight.grad, model["c"].weight.grad = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
+    parameters = [m.weight for m in model.values()]
+    norm = grads.clip_grad_norm(parameters, 1.0)
+    return norm.item(), parameters[0].grad.item()
+
+
+def test_a_tied_parameter_counts_once_and_is_scaled_once(ranks):
+    assert ranks(clip_tied, world_size=2) == [(5.0, pytest.approx(0.6, abs=1e-6))] * 2
+
+
+def norms(dtype):
+    values = [[1.0, -2.0], [3.0, -4.0]][TP()]
+    parameters = [parameter(values, sharded=True, dtype=dtype), parameter([5.0], dtype=dtype)]
+    return [grads.get_grad_norm(parameters, kind) for kind in (1, 2, 3.5, math.inf)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_norm_type_equals_that_of_the_whole_vector(ranks, dtype):
+    found = ranks(norms, dtype, world_size=2, tp=2)
+    whole = torch.tensor([1, -2, 3, -4, 5.0], dtype=torch.float64)
+    for kind, *values in zip((1, 2, 3.5, math.inf), *found):
+        assert torch.equal(values[0], values[1]), "the ranks disagree"
+        assert values[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert values[0].item() == pytest.approx(whole.norm(kind).item(), rel=1e-6)
+
+
+def kv_norm():
+    parallel_state.initialize_kv_group(2)  # ranks 0 and 2 hold one key/value head, 1 and 3 the other
+    head = TP() % 2
+    separate = [parameter([1.0 + TP()], sharded=True), parameter([10.0 * (1 + head)], sharded=True, kv_shared_numel=1)]
+    fused = parameter([1.0 + TP(), 10.0 * (1 + head)], sharded=True, kv_shared_numel=1)
+    return [grads.get_grad_norm(separate), grads.get_grad_norm(fused), grads.get_grad_norm(fused, math.inf)]
+
+
+def test_weights_shared_by_a_kv_group_count_once(ranks):
+    for result in ranks(kv_norm, world_size=4, tp=4):
+        assert [n.item() for n in result] == pytest.approx([math.sqrt(1 + 4 + 9 + 16 + 100 + 400)] * 2 + [20.0])
+
+
+def no_gradients():
+    return grads.clip_grad_norm(iter([nn.Parameter(torch.ones(2))]), 1.0).item()
+
+
+def test_no_gradient_at_all_is_a_norm_of_zero(ranks):
+    assert ranks(no_gradients, world_size=2, tp=2) == [0.0, 0.0]
+
+
+def wrong(which):
+    p = parameter([1.0])
+    if which == "groups":
+        grads.get_grad_norm(p, zero1_optimizer_groups=[[0], [1]])
+    elif which == "norm":
+        grads.get_grad_norm(p, 0)
+    else:
+        grads.clip_grad_norm(p, -1.0)
+
+
+@pytest.mark.parametrize("which, message", [("groups", "zero1_optimizer is False"), ("norm", "0.0"), ("max", "-1.0")])
+def test_bad_arguments_are_named_on_every_rank(ranks, which, message):
+    for error in ranks(wrong, which, world_size=2, tp=2, return_exceptions=True):
+        assert isinstance(error, ValueError) and message in str(error)
+
+
+def coalesced_collectives():
+    parameters = [parameter([1.0] * n, sharded=n % 2 == 0) for n in range(1, 40)]
+    with comm.record() as log:
+        grads.clip_grad_norm(parameters, 1.0)
+    return dict(comm.count(log))
+
+
+def test_the_norm_takes_one_small_all_reduce(ranks):
+    assert ranks(coalesced_collectives, world_size=2, tp=2)[0] == {("all_reduce", 2): 1}
+
+
+# --- reductions --------------------------------------------------------------------------------------------------
+
+
+def average_accumulated():
+    micro_batches = [[1.0, 3.0], [5.0, 7.0]][DP()]
+    p = nn.Parameter(torch.ones(1))
+    for grad in micro_batches:
+        (p * grad / len(micro_batches)).sum().backward()
+    grads.bucket_allreduce_gradients([p.grad])
+    return p.grad.item()
+
+
+def test_accumulated_gradients_are_averaged_once(ranks):
+    assert ranks(average_accumulated, world_size=2) == [4.0, 4.0]
+
+
+def average_by_rank():
+    grad = torch.tensor([dist.get_rank() + 1.0])
+    grads.bucket_allreduce_gradients([grad])
+    return grad.item()
+
+
+def test_the_average_is_over_data_parallel_alone(ranks):
+    assert ranks(average_by_rank, world_size=4, tp=2) == [2.0, 3.0, 2.0, 3.0]
+
+
+def average_many(cap_mb):
+    torch.manual_seed(DP())
+    tensors = [torch.randn(n).to(dtype) for n in (3, 1000, 7, 500) for dtype in (torch.float32, torch.bfloat16)]
+    tensors += [torch.randn(()), torch.randn(4, 5).t()]
+    before = [t.clone() for t in tensors]
+    with comm.record() as log:
+        grads.bucket_allreduce_gradients(iter(tensors), bucket_cap_mb=cap_mb, reduce_dtype=torch.float32)
+    return before, tensors, len(log)
+
+
+@pytest.mark.parametrize("cap_mb, collectives", [(1, 2), (0.0041, 3), (0, 10)])
+def test_buckets_by_dtype_and_cap_give_the_same_average(ranks, cap_mb, collectives):
+    found = ranks(average_many, cap_mb, world_size=2)
+    for *before, after in zip(*(f[0] for f in found), found[1][1]):
+        expected = ((before[0].float() + before[1].float()) / 2).to(after.dtype)
+        assert torch.equal(after, expected)
+    assert found[0][2] == collectives
+
+
+def average_in_bf16(reduce_dtype):
+    grad = torch.tensor([[1.0, 0.00390625, 0.00390625, 0.00390625][DP()]], dtype=torch.bfloat16)
+    grads.bucket_allreduce_gradients([grad], reduce_dtype=reduce_dtype)
+    return grad.item()
+
+
+def test_bf16_gradients_can_be_averaged_in_float32(ranks):
+    exact = torch.tensor((1 + 3 * 2**-8) / 4).bfloat16().item()
+    assert ranks(average_in_bf16, torch.float32, world_size=4) == [exact] * 4
+
+
+def missing():
+    mine, nobody = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    if DP() == 1:
+        mine.grad = torch.full((2,), 4.0)
+    grads.fill_missing_gradients([mine, nobody], parallel_state.get_data_parallel_group())
+    grads.bucket_allreduce_gradients([mine.grad])
+    return mine.grad.tolist(), nobody.grad
+
+
+def test_a_gradient_that_one_replica_lacks_counts_as_zero(ranks):
+    assert ranks(missing, world_size=2) == [([2.0, 2.0], None)] * 2
+
+
+def sequence_parallel_sum(attribute):
+    w = nn.Parameter(torch.ones(()))
+    w.sequence_parallel_enabled = True
+    plain = nn.Parameter(torch.ones(()))
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).chunk(2)[TP()]
+    (w * x + plain * x).sum().backward()
+    if attribute == "main_grad":
+        w.main_grad, w.grad = w.grad, None
+    optimizer = torch.optim.SGD([{"params": [plain]}, {"params": [w]}], lr=1.0)
+    with comm.record() as log:
+        grads.allreduce_sequence_parallel_gradients(optimizer)
+    return getattr(w, attribute).item(), plain.grad.item(), len(log)
+
+
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+def test_sequence_parallel_gradients_are_summed(ranks, attribute):
+    assert ranks(sequence_parallel_sum, attribute, world_size=2, tp=2) == [(10.0, 3.0, 1), (10.0, 7.0, 1)]
+
+
+def context_parallel_average():
+    parallel_state.initialize_model_parallel(1, 1, 2)
+    p = parameter([2.0 + 4 * parallel_state.get_context_model_parallel_rank()])
+    grads.allreduce_context_parallel_gradients(torch.optim.SGD([p], lr=1.0))
+    return p.grad.item()
+
+
+def test_context_parallel_gradients_are_averaged(ranks):
+    assert ranks(context_parallel_average, world_size=2, tp=None) == [4.0, 4.0]
+
+
+# --- replicated stays replicated ---------------------------------------------------------------------------------
+
+
+def drift(where):
+    model = nn.ModuleDict({"norm": nn.LayerNorm(3), "dense": nn.Linear(3, 3, bias=False)})
+    with torch.no_grad():
+        model["dense"].weight.fill_(1.0 + TP())
+        set_tensor_model_parallel_attributes(model["dense"].weight, True, 0, 1)
+        if dist.get_rank() == 3 and where:
+            model[where].weight[-1] *= 1 + 2**-20
+    found = consistency.find_drift(model)
+    consistency.check_replicated(model)
+    return found
+
+
+def test_ranks_that_agree_pass(ranks):
+    assert ranks(drift, None, world_size=4, tp=2) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "where, groups", [("norm", ["rank 3 differs from rank 1 of the same data", "rank 3 differs from rank 2 of the same tensor"]),
+                      ("dense", ["rank 3 differs from rank 1 of the same data"])]
+)  # fmt: skip
+def test_a_drifted_parameter_is_named_with_its_rank_on_all(ranks, where, groups):
+    errors = ranks(drift, where, world_size=4, tp=2, return_exceptions=True)
+    assert len({str(e) for e in errors}) == 1
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        lines = str(error).splitlines()[1:]
+        assert len(lines) == len(groups)
+        assert all(f"parameter '{where}.weight' on {g}" in line for g, line in zip(groups, lines))
+
+
+def kv_drift():
+    parallel_state.initialize_kv_group(2)
+    qkv = parameter([0.0, 0.0], sharded=True, kv_shared_numel=1)
+    with torch.no_grad():
+        qkv[0], qkv[1] = TP(), TP() % 2
+        before = consistency.find_drift([("qkv", qkv)])
+        if TP() == 2:
+            qkv[1] = 7
+    return before, consistency.find_drift([("qkv", qkv)])
+
+
+def test_drift_within_a_kv_group_is_found(ranks):
+    before, after = ranks(kv_drift, world_size=4, tp=4)[1]
+    assert before == [] and after == ["parameter 'qkv' on rank 2 differs from rank 0 of the same kv-parallel group"]

@@ -1,0 +1,133 @@
+"""Random streams: equal where activations are replicated, different where they are not, and back after a restore."""
+
+import io
+import random as python_random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tutorial_lib.parallel_layers import random
+
+
+def masks():
+    random.model_parallel_xla_manual_seed(1234, data_parallel_offset=True)
+    dropout, x = nn.Dropout(0.5), torch.ones(1000)
+    replicated = dropout(x)
+    with random.get_xla_rng_tracker().fork():
+        sharded = dropout(x)
+    state = random.get_rng_state()
+
+    def draw():
+        with random.get_xla_rng_tracker().fork():
+            inside = dropout(x)
+        return [inside, dropout(x), torch.from_numpy(np.random.rand(3)), torch.tensor(python_random.random())]
+
+    expected = draw()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    random.set_rng_state(torch.load(file, weights_only=True))
+    again = draw()
+    return replicated, sharded, all(torch.equal(a, b) for a, b in zip(expected, again))
+
+
+def test_dropout_streams(ranks):
+    found = ranks(masks, world_size=4, tp=2)
+    replicated, sharded, restored = zip(*found)
+    assert torch.equal(replicated[0], replicated[1]) and torch.equal(replicated[2], replicated[3])
+    assert not torch.equal(replicated[0], replicated[2])
+    for i in range(4):
+        for j in range(i):
+            assert not torch.equal(sharded[i], sharded[j])
+        assert not torch.equal(sharded[i], replicated[i])
+        assert abs((sharded[i] > 0).float().mean() - 0.5) < 0.05
+    assert all(restored)
+
+
+def weights():
+    random.model_parallel_xla_manual_seed(1234)
+    return nn.Linear(4, 4).weight.detach()
+
+
+def test_all_ranks_build_the_same_weights(ranks):
+    found = ranks(weights, world_size=4, tp=2)
+    assert all(torch.equal(w, found[0]) for w in found)
+
+
+def misuse(which):
+    tracker = random.XLARNGStatesTracker()
+    tracker.add("a", 1)
+    if which == "name":
+        tracker.add("a", 2)
+    elif which == "seed":
+        tracker.add("b", 1)
+    with tracker.fork("c"):
+        pass
+
+
+@pytest.mark.parametrize("which, message", [("name", "'a'"), ("seed", "seed 1"), ("fork", "'c'.*'a'")])
+def test_streams_are_unique_and_known(which, message):
+    with pytest.raises(ValueError, match=message):
+        misuse(which)
+
+
+def test_a_fork_leaves_the_default_stream_and_goes_on_with_its_own():
+    tracker = random.XLARNGStatesTracker()
+    tracker.add("a", 1)
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    with tracker.fork("a"):
+        first = torch.rand(2)
+    assert torch.equal(torch.rand(2), expected)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        second = torch.rand(2)
+    assert not torch.equal(first, second)
+    tracker.set_states(states)
+    with pytest.raises(ZeroDivisionError), tracker.fork("a"):
+        assert torch.equal(torch.rand(2), second)
+        1 / 0
+    tracker.reset()
+    assert tracker.get_states() == {}
+
+
+class Block(nn.Module):
+    """Dropout from both streams around a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        with random.get_xla_rng_tracker().fork():
+            x = self.dropout(x)
+        return self.dropout(torch.tanh(self.dense(x)))
+
+
+def recompute(checkpointed):
+    random.model_parallel_xla_manual_seed(5, data_parallel_offset=True)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(4, 8, requires_grad=True)
+    y = x
+    for block in model:
+        if checkpointed:
+            y = checkpoint(
+                block, y, use_reentrant=False, preserve_rng_state=False, context_fn=random.replay_contexts
+            )
+        else:
+            y = block(y)
+    loss = y.pow(2).sum()
+    loss.backward()
+    with random.get_xla_rng_tracker().fork():
+        after = torch.rand(3)
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters()), torch.rand(3), after]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_recomputed_forward_replays_its_dropout(ranks, tp):
+    plain, again = (ranks(recompute, c, world_size=2, tp=tp) for c in (False, True))
+    for a, b in zip(plain, again):
+        assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))

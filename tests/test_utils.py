@@ -1,0 +1,99 @@
+"""Moves and copies of a model: ties and marks survive."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tutorial_lib.parallel_layers.utils import (
+    KeepsParameterMarks,
+    is_tensor_parallel,
+    move_model_to_device,
+    param_is_not_tensor_parallel_duplicate,
+    set_tensor_model_parallel_attributes,
+)
+
+
+class Norm(KeepsParameterMarks, nn.LayerNorm):
+    def __init__(self):
+        super().__init__(4)
+        self.weight.sequence_parallel_enabled = True
+
+
+class Inner(nn.Module):
+    """A tie between two sub-modules, one level down, and one between buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), Norm()
+        set_tensor_model_parallel_attributes(self.embed.weight, True, 0, 1, rank_ordering=[1, 0])
+        self.embed.weight.of_ones_own = "kept"
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(2))
+        self.norm.register_buffer("same_mask", self.mask)
+
+
+def build():
+    model = nn.ModuleDict({"inner": Inner(), "other": nn.Linear(4, 4)})
+    model["other"].weight = model["inner"].head.weight
+    return model
+
+
+def check(model):
+    inner, weight = model["inner"], model["inner"].embed.weight
+    assert inner.head.weight is weight and model["other"].weight is weight
+    assert is_tensor_parallel(weight) and weight.partition_dim == 0 and weight.rank_ordering == [1, 0]
+    assert weight.of_ones_own == "kept"
+    assert inner.norm.weight.sequence_parallel_enabled
+    assert inner.norm.same_mask is inner.mask
+    assert not hasattr(inner.norm.bias, "sequence_parallel_enabled")
+    assert len(list(model.parameters())) == 4
+
+
+@pytest.fixture
+def replacing_parameters():
+    """`to` makes new parameters, as on XLA."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_the_plain_move_loses_what_ours_keeps(replacing_parameters):
+    model = build().to(torch.float64)
+    assert model["inner"].head.weight is not model["inner"].embed.weight
+    assert not hasattr(model["inner"].embed.weight, "partition_dim")
+
+
+def test_ties_and_marks_survive_where_parameters_are_replaced(replacing_parameters):
+    model = build()
+    before = model["inner"].embed.weight
+    assert move_model_to_device(model, "cpu") is model
+    assert model["inner"].embed.weight is not before, "the test is to replace parameters"
+    check(model)
+
+
+def test_ties_and_marks_survive_on_the_cpu():
+    check(move_model_to_device(build(), torch.device("cpu")))
+
+
+def test_marks_survive_a_change_of_dtype():
+    model = build().to(torch.bfloat16)
+    model["inner"].norm.same_mask = model["inner"].mask  # torch itself unties buffers
+    check(model)
+
+
+def test_marks_survive_a_deep_copy_of_modules_that_ask_for_it():
+    norm = copy.deepcopy(nn.ModuleDict({"a": Norm()}))["a"]
+    assert norm.weight.sequence_parallel_enabled and not hasattr(norm.bias, "sequence_parallel_enabled")
+    torch.testing.assert_close(norm(torch.arange(4.0)), nn.LayerNorm(4)(torch.arange(4.0)))
+
+
+def duplicates():
+    sharded, replicated = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    set_tensor_model_parallel_attributes(sharded, True, 0, 1)
+    return param_is_not_tensor_parallel_duplicate(sharded), param_is_not_tensor_parallel_duplicate(replicated)
+
+
+def test_one_rank_stands_for_a_replicated_parameter(ranks):
+    assert ranks(duplicates, world_size=2, tp=2) == [(True, True), (True, False)]

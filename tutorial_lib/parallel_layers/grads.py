@@ -1,0 +1,261 @@
+"""Gradients between backward and the optimizer: averaged over replicas, summed where a rank saw a part, clipped.
+
+The order within a step is: sum the gradients of sequence-parallel regions over the tensor-parallel group, average over
+the data-parallel group, clip, step. Names are those of `neuronx_distributed.parallel_layers.grads`. Nothing here reads a
+value back to the host, so that a step can be traced.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from . import comm, parallel_state
+from .utils import is_tensor_parallel
+
+BUCKET_CAP_MB = 130.0
+
+
+def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each parameter once, however many names it has. A generator is consumed."""
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    return list({id(p): p for p in parameters}.values())
+
+
+def bucketed(tensors: Iterable[torch.Tensor], cap_mb: float = BUCKET_CAP_MB) -> list[list[torch.Tensor]]:
+    """Runs of tensors of one dtype and device that are to travel together, of `cap_mb` (10⁶ bytes) at most each."""
+    buckets: list[list[torch.Tensor]] = []
+    room: dict[tuple, tuple[list, float]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        bucket, left = room.get(kind, (None, 0.0))
+        nbytes = tensor.numel() * tensor.element_size()
+        if bucket is None or nbytes > left:
+            bucket, left = [], cap_mb * 1e6
+            buckets.append(bucket)
+        bucket.append(tensor)
+        room[kind] = bucket, left - nbytes
+    return buckets
+
+
+@torch.no_grad()
+def all_reduce_bucketed(
+    tensors: Iterable[torch.Tensor],
+    groups: comm.Groups,
+    scale: float = 1.0,
+    cap_mb: float = BUCKET_CAP_MB,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Replaces each tensor by `scale` times its sum over the group, in few large all-reduces.
+
+    Args:
+        tensors: the same shapes in the same order on every rank of the group.
+        reduce_dtype: the dtype to sum and scale in; by default the tensor's own.
+    """
+    if parallel_state.axis_of(groups).size == 1:
+        if scale != 1.0:
+            torch._foreach_mul_(list(tensors), scale)
+        return
+    for bucket in bucketed(tensors, cap_mb):
+        flat = torch.cat([t.reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
+        flat = comm.all_reduce("sum", flat if reduce_dtype is None else flat.to(reduce_dtype), groups)
+        if scale != 1.0:
+            flat *= scale
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def bucket_allreduce_gradients(
+    grads_list: Iterable[torch.Tensor],
+    reduce_over_ep_group: bool = False,
+    *,
+    groups: comm.Groups = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Averages gradients over the data-parallel replicas, in place.
+
+    Args:
+        grads_list: the same on every replica; see `fill_missing_gradients` where one of them may lack a gradient.
+        reduce_over_ep_group: average over the expert-data-parallel group, for the gradients of experts.
+        groups: the replicas; by default all ranks that hold the same weights (data and context parallel).
+        bucket_cap_mb: size of one all-reduce in 10⁶ bytes.
+        reduce_dtype: e.g. float32, to average bfloat16 gradients with one rounding.
+    """
+    if groups is None:
+        groups = parallel_state.get_zero1_sharding_groups()
+        if reduce_over_ep_group:
+            groups = parallel_state.get_expert_data_parallel_group()
+    size = parallel_state.axis_of(groups).size
+    # Backward makes the last layer's gradients first.
+    all_reduce_bucketed(list(grads_list)[::-1], groups, 1.0 / size, bucket_cap_mb, reduce_dtype)
+
+
+def main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that counts: the accumulated one in higher precision (`main_grad`) where there is one."""
+    accumulated = getattr(parameter, "main_grad", None)
+    return parameter.grad if accumulated is None else accumulated
+
+
+def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Groups) -> None:
+    """Gives a zero gradient to a parameter that has none here but has one on another rank of the group.
+
+    So the ranks agree on what they reduce, whatever part of the model each one's batch went through. One small
+    exchange between the hosts.
+    """
+    axis = parallel_state.axis_of(groups)
+    if axis.size == 1:
+        return
+    parameters = _distinct(parameters)
+    have = torch.tensor([main_grad(p) is not None for p in parameters], dtype=torch.uint8)
+    anywhere = have.clone()
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=axis.group)
+    for index in (anywhere > have).nonzero().flatten().tolist():
+        parameters[index].grad = torch.zeros_like(parameters[index])
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sums the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel group, in place.
+
+    Each rank ran these parameters (norms, biases after a reduce-scatter) on its part of the sequence, so each holds a
+    part of the gradient (Korthikanti et al., 2022, section 4.2.2). Call it once before the optimizer steps, not once a
+    micro-batch: a second call would sum the sums.
+    """
+    parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
+    marked = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
+    grads = [main_grad(p) for p in marked if main_grad(p) is not None]
+    all_reduce_bucketed(grads, parallel_state.get_tensor_model_parallel_group(as_list=True))
+
+
+def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Averages all gradients over the context-parallel group, in place."""
+    parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
+    groups = parallel_state.get_context_model_parallel_group(as_list=True)
+    grads = [main_grad(p) for p in parameters if main_grad(p) is not None]
+    all_reduce_bucketed(grads, groups, 1.0 / parallel_state.get_context_model_parallel_size())
+
+
+# --- norm and clipping -------------------------------------------------------------------------------------------
+
+
+def _pieces(parameter: torch.Tensor, grad: torch.Tensor, force_spmd: bool) -> Iterable[tuple[torch.Tensor, float]]:
+    """Cuts a gradient into (part, share): of its powers this rank adds that share to the sum over tensor parallel."""
+    if not is_tensor_parallel(parameter):
+        if force_spmd:
+            yield grad, 1.0 / parallel_state.get_tensor_model_parallel_size()
+        elif parallel_state.get_tensor_model_parallel_rank() == 0:
+            yield grad, 1.0
+        return
+    shared = getattr(parameter, "kv_shared_numel", 0)
+    if shared == 0:
+        yield grad, 1.0
+        return
+    flat = grad.reshape(-1)
+    own = flat.numel() - shared
+    if own:
+        yield flat[:own], 1.0
+    yield flat[own:], 1.0 / parallel_state.get_kv_shared_group_size()
+
+
+@torch.no_grad()
+def get_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float | int = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: comm.Groups = None,
+    force_spmd: bool = True,
+) -> torch.Tensor:
+    """The norm of all gradients of the model as if they lay on one device, bitwise equal on all ranks that share it.
+
+    A sharded parameter counts on each tensor-parallel rank, a replicated one once, one shared by a kv group once in
+    that group, a tied one once, and one marked `shared` or without a gradient not at all. Summed over the tensor- and
+    pipeline-parallel groups; over data parallel the gradients are taken to be averaged already.
+
+    Args:
+        parameters: any iterable of parameters, or one.
+        norm_type: p of the p-norm; `inf` for the largest magnitude.
+        zero1_optimizer: `parameters` are shards of ZeRO-1, so sum over those who hold the other shards too.
+        zero1_optimizer_groups: who they are; by default data and context parallel.
+        force_spmd: count a replicated parameter as 1/T on each rank, the same program everywhere; otherwise whole, on
+            rank 0 alone.
+
+    Returns:
+        A scalar tensor on the parameters' device, in float32 or, for such gradients, float64.
+
+    Raises:
+        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, or a `norm_type` that is not above 0.
+    """
+    if zero1_optimizer_groups is not None and not zero1_optimizer:
+        raise ValueError("zero1_optimizer_groups was given, but zero1_optimizer is False")
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type {norm_type} is not above 0")
+    parameters = _distinct(parameters)
+    counted = [p for p in parameters if main_grad(p) is not None and not getattr(p, "shared", False)]
+    grads, shares = [], []
+    for parameter in counted:
+        for grad, share in _pieces(parameter, main_grad(parameter).detach(), force_spmd):
+            if grad.numel():
+                grads.append(grad)
+                shares.append(share)
+    wide = any(main_grad(p).dtype == torch.float64 for p in counted)
+    dtype = torch.float64 if wide else torch.float32
+    if grads:
+        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype)])
+    else:
+        norms = torch.zeros(1, dtype=dtype, device=parameters[0].device if parameters else "cpu")
+        shares = [1.0]
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(as_list=True),
+        parallel_state.get_pipeline_model_parallel_group(as_list=True),
+    ]
+    if zero1_optimizer:
+        groups.append(zero1_optimizer_groups or parallel_state.get_zero1_sharding_groups())
+    if math.isinf(norm_type):
+        total = norms.max()
+        for group in groups:
+            total = comm.all_reduce("max", total, group)
+        return total
+    total = (norms.pow(norm_type) * torch.tensor(shares, dtype=dtype, device=norms.device)).sum()
+    for group in groups:
+        total = comm.all_reduce("sum", total, group)
+    return total.pow(1.0 / norm_type)
+
+
+def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.Tensor:
+    """What gradients of norm `total_norm` are multiplied by: `max_norm / total_norm`, and 1 if that is not below 1."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm {max_norm} is not above 0")
+    return (float(max_norm) / (total_norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def clip_grads_with_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], total_norm: torch.Tensor, max_norm: float | int
+) -> None:
+    """Scales all gradients in place so that a norm of `total_norm` becomes at most `max_norm`."""
+    coefficient = clip_coefficient(total_norm, max_norm)
+    grads = [main_grad(p).detach() for p in _distinct(parameters) if main_grad(p) is not None]
+    if grads:
+        torch._foreach_mul_(grads, coefficient)
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | int,
+    norm_type: float | int = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: comm.Groups = None,
+    force_spmd: bool = True,
+) -> torch.Tensor:
+    """Clips the gradients of the whole model, in place, to a norm of `max_norm` and returns the norm before.
+
+    See `get_grad_norm` for the arguments and for what is counted. A `max_norm` above the norm leaves every gradient
+    bitwise as it was. Every rank of the tensor-parallel group has to call it.
+    """
+    parameters = _distinct(parameters)
+    total_norm = get_grad_norm(parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    clip_grads_with_norm(parameters, total_norm, max_norm)
+    return total_norm

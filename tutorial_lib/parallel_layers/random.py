@@ -1,0 +1,213 @@
+"""Random streams: where ranks must draw the same numbers, and where they must not.
+
+A replicated activation needs the same dropout mask on all tensor-parallel ranks, or it stops being replicated: it uses
+torch's default stream. A sharded one (attention heads, a part of the sequence) needs a mask of its own on each rank: it
+is drawn inside `with get_xla_rng_tracker().fork():`. Names are those of `neuronx_distributed.parallel_layers.random`.
+
+A state is a dict of plain tensors, one for each kind of device that this process uses, so it can be saved with any
+checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from . import parallel_state
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+_TENSOR_PARALLEL_OFFSET = 2718  # between the default stream's seed and those of the tensor-parallel ranks
+_DATA_PARALLEL_OFFSET = 1_000_003  # between replicas: a prime above any number of tensor-parallel ranks
+
+State = dict[str, torch.Tensor]
+
+
+def _xla():
+    """torch-xla's model module in a process that uses it, else None. Importing it here would start a runtime."""
+    if "torch_xla" not in sys.modules:
+        return None
+    import torch_xla.core.xla_model as xm
+
+    return xm
+
+
+def _default_state() -> State:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if _xla():
+        state["xla"] = torch.tensor(_xla().get_rng_state(), dtype=torch.int64)
+    return state
+
+
+def _set_default_state(state: State) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "xla" in state and _xla():
+        _xla().set_rng_state(state["xla"].item())
+
+
+def _seed_default(seed: int) -> None:
+    torch.manual_seed(seed)  # the host and every CUDA device
+    if _xla():
+        _xla().set_rng_state(seed)
+
+
+class XLARNGStatesTracker:
+    """Named random streams beside torch's default one."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every stream."""
+        self._states: dict[str, State] = {}
+        self._seeds: dict[str, int] = {}
+
+    def get_states(self) -> dict[str, State]:
+        """The state of each stream: `{name: {device: tensor}}`."""
+        return {name: dict(state) for name, state in self._states.items()}
+
+    def set_states(self, states: dict[str, State]) -> None:
+        """Puts streams back where `get_states` found them."""
+        self._states = {name: dict(state) for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Starts the stream `name`.
+
+        Raises:
+            ValueError: a stream of that name, or started from that seed, exists.
+        """
+        if name in self._states:
+            raise ValueError(f"the random stream {name!r} exists already")
+        if seed in self._seeds.values():
+            raise ValueError(f"seed {seed} was used for another random stream: {self._seeds}")
+        before = _default_state()
+        _seed_default(seed)
+        self._states[name], self._seeds[name] = _default_state(), seed
+        _set_default_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside the block, random numbers come from the stream `name`; the default stream stands still.
+
+        Raises:
+            ValueError: there is no such stream.
+        """
+        if name not in self._states:
+            raise ValueError(
+                f"there is no random stream {name!r} (only {sorted(self._states)}): call model_parallel_xla_manual_seed first"
+            )
+        before = _default_state()
+        _set_default_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _default_state()
+            _set_default_state(before)
+
+
+_tracker = XLARNGStatesTracker()
+
+
+def get_xla_rng_tracker() -> XLARNGStatesTracker:
+    """The tracker of this process."""
+    return _tracker
+
+
+def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False) -> None:
+    """Seeds the default stream and starts the model-parallel one, on the host and on the device.
+
+    ============================  ==================  ==================
+    stream                        over a tensor-      over a data-
+                                  parallel group      parallel group
+    ============================  ==================  ==================
+    default                       equal               equal; different with `data_parallel_offset`
+    `model-parallel-rng`          different           different
+    ============================  ==================  ==================
+
+    Call it before the model is built: replicas then start from the same weights. Call it again with
+    `data_parallel_offset=True` before training, so that the replicas drop different units.
+
+    Args:
+        seed: the same on every rank.
+        data_parallel_offset: give each replica a default stream of its own.
+    """
+    replica = parallel_state.get_data_parallel_rank() * parallel_state.get_context_model_parallel_size()
+    replica += parallel_state.get_context_model_parallel_rank()
+    own = seed + _DATA_PARALLEL_OFFSET * replica
+    _seed_default(own if data_parallel_offset else seed)
+    _tracker.reset()
+    _tracker.add(MODEL_PARALLEL_RNG, own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank())
+
+
+class _Replay:
+    """Runs a block with the random states that another block began with."""
+
+    def __init__(self):
+        self.states = None
+
+    @contextmanager
+    def forward(self):
+        self.states = _default_state(), _tracker.get_states()
+        yield
+
+    @contextmanager
+    def recompute(self):
+        before = _default_state(), _tracker.get_states()
+        _set_default_state(self.states[0])
+        _tracker.set_states(self.states[1])
+        try:
+            yield
+        finally:
+            _set_default_state(before[0])
+            _tracker.set_states(before[1])
+
+
+def replay_contexts():
+    """Contexts under which a recomputed forward draws the numbers that the first one drew, from every stream.
+
+    For `torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, preserve_rng_state=False,
+    context_fn=replay_contexts)`; torch's own preservation knows the default stream alone.
+    """
+    replay = _Replay()
+    return replay.forward(), replay.recompute()
+
+
+def get_rng_state() -> dict:
+    """Every random state of this process: torch's, the tracker's, numpy's and Python's, as tensors and plain numbers."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": _default_state(),
+        "tracker": _tracker.get_states(),
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+    }
+
+
+def set_rng_state(state: dict) -> None:
+    """Puts every random state back where `get_rng_state` found it.
+
+    Raises:
+        KeyError: a part of the state is missing.
+    """
+    _set_default_state(state["torch"])
+    _tracker.set_states(state["tracker"])
+    numpy_state = state["numpy"]
+    keys = numpy_state["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy_state["kind"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
+    )
+    python_state = state["python"]
+    random.setstate((python_state["version"], tuple(python_state["words"].tolist()), python_state["gauss"]))
