@@ -47,6 +47,21 @@ def test_values_against_the_formula(ranks, size):
             assert torch.equal(result[dtype, "broadcast"], inputs[-1])
 
 
+def large_gather():
+    x = torch.arange(100_000.0).reshape(400, 250) + parallel_state.get_tensor_model_parallel_rank()
+    assert x.nbytes >= comm._LARGE
+    before = x.clone()
+    gathered = [comm.all_gather(x, dim) for dim in (0, 1)]
+    assert torch.equal(x, before), "the collective modified its input"
+    return gathered
+
+
+def test_a_large_gather_takes_the_other_way_to_the_same_values(ranks):
+    inputs = [torch.arange(100_000.0).reshape(400, 250) + rank for rank in range(4)]
+    for gathered in ranks(large_gather, world_size=4, tp=4):
+        assert all(torch.equal(g, torch.cat(inputs, dim)) for dim, g in enumerate(gathered))
+
+
 def last_dim_gather():
     x = torch.full((2, 3), float(parallel_state.get_tensor_model_parallel_rank()))
     return mappings.gather_from_tensor_model_parallel_region(x)
