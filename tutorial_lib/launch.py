@@ -137,3 +137,14 @@ def get_device(backend: str) -> torch.device:
 
         return torch_xla.device()
     return torch.device("cpu")
+
+
+def mark_step() -> None:
+    """The end of a step: on `xla`, what was traced since the last one is compiled (the first time) and run.
+
+    The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere nothing waits to be run.
+    """
+    if "torch_xla" in sys.modules:
+        import torch_xla
+
+        torch_xla.sync()
