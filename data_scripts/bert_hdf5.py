@@ -8,6 +8,7 @@ are stored contiguous and without compression, so that readers can map them.
 
 import heapq
 import importlib.metadata
+import io
 import json
 import os
 import random
@@ -230,9 +231,11 @@ def _write_shard(job: _Shard) -> dict:
         data["masked_lm_positions"][row, : len(positions)] = positions
         data["masked_lm_ids"][row, : len(labels)] = labels
         data["next_sentence_labels"][row] = is_random
-    with h5py.File(job.path, "w") as file:
+    image = io.BytesIO()  # HDF5 crashes the process when it cannot write to a full disk
+    with h5py.File(image, "w") as file:
         for key, values in data.items():
             file.create_dataset(key, data=values, track_times=False)
+    job.path.write_bytes(image.getbuffer())
     return {
         "articles": len(documents),
         "samples": n,

@@ -67,7 +67,10 @@ def prepare_wordpiece(
             shutil.copyfile(vocab, folder / VOCAB)
         else:
             train_wordpiece(corpus.folder / ARTICLES, folder, vocab_size, lowercase=lowercase)
-        return {"tokens": len(check_vocab(folder / VOCAB, vocab_size))}
+        tokens = len(check_vocab(folder / VOCAB))
+        if vocab_size is not None and tokens != vocab_size:
+            raise ValueError(f"the text yields {tokens:,} tokens, not vocab_size {vocab_size:,}")
+        return {"tokens": tokens}
 
     return ensure(data_dir, "wordpiece", parameters, build, needs_bytes=1 << 20)
 

@@ -1,0 +1,287 @@
+"""`prepare`: the same bytes each time, complete or absent, and a clear word about what is wrong."""
+
+import bz2
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_scripts import files
+from data_scripts.corpus import ARTICLES, default_dump
+from data_scripts.prepare import prepare
+
+
+def hashes(folder):
+    return {path.name: files.sha256(path) for path in folder.iterdir()}
+
+
+def stages(data_dir):
+    return sorted(path.name for path in Path(data_dir).iterdir() if path.name != ".lock")
+
+
+def tiny_dump(path, articles=12, end="</mediawiki>\n"):
+    """A dump in the real one's shape, with text of our own."""
+    pages = []
+    for number in range(articles):
+        body = " ".join(f"Sentence {k} of article {number} says little." for k in range(30))
+        pages.append(
+            f"  <page>\n    <title>Article {number}</title>\n    <ns>0</ns>\n"
+            f"    <id>{number + 1}</id>\n    <revision>\n      <id>{number + 100}</id>\n"
+            f'      <text xml:space="preserve">{body}</text>\n    </revision>\n  </page>\n'
+        )
+    namespaces = '    <namespace key="10" case="first-letter">Template</namespace>\n'
+    head = f"<mediawiki>\n  <siteinfo>\n{namespaces}  </siteinfo>\n"
+    text = head + "".join(pages) + end
+    path.write_bytes(bz2.compress(text.encode()))
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Arguments of a preparation that takes a tenth of a second."""
+    dump = tiny_dump(tmp_path / "tiny-pages-articles.xml.bz2")
+    options = {"vocab_size": 80, "shards": 2, "workers": 1, "progress": False}
+    return {"data_dir": tmp_path / "data", "dump": dump, **options}
+
+
+def test_same_bytes_from_one_and_four_workers(bert, tmp_path):
+    again = prepare("bert", data_dir=tmp_path, workers=4, progress=False)
+    assert again.folder.name == bert.folder.name
+    assert hashes(again.folder) == hashes(bert.folder)
+    # The stages before it, too: a trainer that breaks ties at random would show here.
+    assert [hashes(p) for p in sorted(tmp_path.glob("[cw]*"))] == [
+        hashes(p) for p in sorted(bert.folder.parent.glob("[cw]*"))
+    ]
+
+
+def test_manifest_tells_what_is_there(bert):
+    manifest = json.loads((bert.folder / "manifest.json").read_text())
+    assert manifest == bert.manifest
+    found = hashes(bert.folder)
+    del found["manifest.json"]
+    assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == found
+    for name, entry in manifest["files"].items():
+        assert (bert.folder / name).stat().st_size == entry["bytes"]
+    parameters = manifest["parameters"]
+    assert (parameters["seed"], parameters["seq_length"]) == (12349, 128)
+
+
+def test_another_seed_gives_other_bytes_beside_the_first(tiny):
+    first = prepare("bert", **tiny)
+    before = hashes(first.folder)
+    other = prepare("bert", **tiny, seed=1)
+    assert hashes(first.folder) == before
+    assert not set(hashes(other.folder).values()) - {before["vocab.txt"]} & set(before.values())
+    # Text and tokenizer are the same ones.
+    assert [name.split("-")[0] for name in stages(tiny["data_dir"])] == [
+        "bert",
+        "bert",
+        "corpus",
+        "wordpiece",
+    ]
+
+
+def test_second_run_does_nothing(tiny, monkeypatch):
+    first = prepare("bert", **tiny)
+    times = {p: p.stat().st_mtime_ns for p in tiny["data_dir"].rglob("*")}
+    monkeypatch.setattr(files, "_build", None)  # would raise if it were called
+    assert prepare("bert", **tiny) == first
+    assert {p: p.stat().st_mtime_ns for p in tiny["data_dir"].rglob("*")} == times
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_damage_is_found_and_mended(tiny, damage, caplog):
+    first = prepare("bert", **tiny)
+    before = hashes(first.folder)
+    victim = first.folder / ("manifest.json" if damage == "manifest" else "wiki_training_0001.hdf5")
+    content = victim.read_bytes()
+    if damage == "remove":
+        victim.unlink()
+    else:
+        half = len(content) // 2
+        changed = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+        victim.write_bytes(changed if damage == "flip" else content[:half])
+    assert prepare("bert", **tiny) == first
+    assert hashes(first.folder) == before
+    assert "damaged" in caplog.text and victim.name in caplog.text + "manifest.json"
+
+
+def test_wrong_dumps(tmp_path):
+    data_dir = tmp_path / "data"
+    whole = default_dump().read_bytes()
+    cases = {
+        "broken": (os.urandom(5000), "not a bz2 file"),
+        "empty": (b"", "cut short"),
+        "cut": (whole[:900_000], "cut short"),  # WikiExtractor itself hangs on this one
+        "other": (bz2.compress(b"hello\n"), "</mediawiki>"),
+    }
+    for name, (content, _) in cases.items():
+        (tmp_path / name).write_bytes(content)
+    tiny_dump(tmp_path / "no_end", end="")
+    tiny_dump(tmp_path / "no_articles", articles=0)
+    tiny_dump(tmp_path / "few", articles=5)
+    messages = {name: message for name, (_, message) in cases.items()}
+    messages |= {"no_end": "</mediawiki>", "no_articles": "no article"}
+    for name, message in messages.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            prepare(data_dir=data_dir, dump=tmp_path / name, progress=False)
+        assert str(tmp_path / name) in str(caught.value)
+        assert stages(data_dir) == []
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        prepare(data_dir=data_dir, dump=tmp_path / "nowhere", progress=False)
+    with pytest.raises(ValueError, match="5 articles are too few for 8 shards"):
+        prepare(data_dir=data_dir, dump=tmp_path / "few", vocab_size=70, progress=False)
+    assert [name.split("-")[0] for name in stages(data_dir)] == ["corpus", "wordpiece"]
+
+
+def test_wrong_vocabularies(tiny, tmp_path):
+    vocab = tmp_path / "vocab.txt"
+    good = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "sentence", "article", "says", "."]
+    del tiny["vocab_size"]
+    for special in good[:5]:
+        vocab.write_text("\n".join(token for token in good if token != special) + "\n")
+        with pytest.raises(ValueError, match=rf"lacks \{special}"):
+            prepare(**tiny, tokenizer=vocab)
+    vocab.write_text("\n".join([*good, "says"]) + "\n")
+    with pytest.raises(ValueError, match="'says' twice"):
+        prepare(**tiny, tokenizer=vocab)
+    vocab.write_text("\n".join(good) + "\n")
+    with pytest.raises(ValueError, match="9 tokens, not vocab_size 30,522"):
+        prepare(**tiny, tokenizer=vocab, vocab_size=30522)
+    with pytest.raises(ValueError, match="text yields 89 tokens, not vocab_size 30,522"):
+        prepare(**tiny, vocab_size=30522)
+    assert [name.split("-")[0] for name in stages(tiny["data_dir"])] == ["corpus"]
+    given = prepare(**tiny, tokenizer=vocab)
+    assert (given.folder / "vocab.txt").read_text() == vocab.read_text()
+    assert given.counts["vocab_size"] == 9
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"format": "gpt"}, "'gpt' is none of bert"),
+        ({"seq_len": 128}, "no option seq_len"),
+        ({"workers": 0}, "workers is 0"),
+        ({"shards": 0}, "shards is 0"),
+        ({"seq_length": 16, "max_predictions": 20}, "20, but of seq_length 16 only 13"),
+        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"vocab_size": 5}, "vocab_size 5"),
+    ],
+)
+def test_wrong_parameters(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(**tiny | options)
+
+
+def test_space_is_checked_before_writing(tiny, monkeypatch):
+    usage = shutil.disk_usage(tiny["dump"].parent)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"corpus needs about [\d,]+ bytes, 1,000 are free") as caught:
+        prepare(**tiny)
+    assert caught.value.errno == errno.ENOSPC
+    assert stages(tiny["data_dir"]) == []
+
+
+LIMITED = """
+import resource, sys
+from data_scripts.prepare import prepare
+limit = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2, workers=1,
+        progress=False)
+"""
+
+
+@pytest.mark.parametrize("limit, there", [(4000, []), (20_000, ["corpus", "wordpiece"])])
+def test_a_write_that_fails_halfway_leaves_nothing(tiny, limit, there):
+    """The kernel refuses to let a file grow past the limit, in the text or in a shard."""
+    command = [sys.executable, "-c", LIMITED, tiny["data_dir"], tiny["dump"], str(limit)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "OSError" in result.stderr, result.stderr
+    assert [name.split("-")[0] for name in stages(tiny["data_dir"])] == there
+    prepare(**tiny)  # and the next run is none the worse for it
+
+
+def test_no_space_left_names_the_stage(tmp_path):
+    def build(folder):
+        (folder / "half").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="no space left while building stage-") as caught:
+        files.ensure(tmp_path, "stage", {}, build, needs_bytes=0)
+    assert caught.value.errno == errno.ENOSPC
+    assert stages(tmp_path) == []
+
+
+def slow_stage(data_dir):
+    def build(folder):
+        with open(data_dir / "builders", "a") as log:
+            log.write(f"{os.getpid()}\n")
+        (folder / "part").write_bytes(b"1")
+        deadline = time.monotonic() + 20
+        while not (data_dir / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (folder / "whole").write_bytes(b"2")
+        return {}
+
+    files.ensure(data_dir, "stage", {"a": 1}, build, needs_bytes=0)
+
+
+def test_a_run_that_is_killed_leaves_its_lock_and_no_folder(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    builders = tmp_path / "builders"
+    processes = [context.Process(target=slow_stage, args=(tmp_path,)) for _ in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 20
+        while not (builders.exists() and builders.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        first = int(builders.read_text())  # one waits, or has not come yet: one line
+        (holder,) = (process for process in processes if process.pid == first)
+        (waiter,) = (process for process in processes if process.pid != first)
+        holder.kill()
+        holder.join()
+        (tmp_path / "go").touch()
+        waiter.join(20)
+        assert waiter.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert builders.read_text().split() == [str(holder.pid), str(waiter.pid)]
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())  # no partial one
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "part", "whole"]
+
+
+def test_four_at_once_find_it_done(tiny):
+    arguments = ["--quiet", "--data-dir", tiny["data_dir"], "--dump", tiny["dump"]]
+    arguments += ["--vocab-size", "80", "--shards", "2", "--workers", "1"]
+    command = [sys.executable, "-m", "data_scripts.prepare", *map(str, arguments)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outputs = {process.communicate(timeout=60)[0] for process in running}
+    assert all(process.returncode == 0 for process in running)
+    (output,) = outputs
+    assert Path(output.strip()) == prepare(**tiny).folder
+
+
+def test_command_line(tiny, tmp_path):
+    command = [sys.executable, "-m", "data_scripts.prepare", "--data-dir", tiny["data_dir"]]
+    command += ["--dump", tmp_path / "nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith("error: no dump at")
+
+
+def test_text_is_as_in_the_dump(tiny):
+    prepare(**tiny)
+    (corpus,) = tiny["data_dir"].glob("corpus-*")
+    articles = [json.loads(line) for line in (corpus / ARTICLES).read_text().splitlines()]
+    assert [article["title"] for article in articles] == [f"Article {n}" for n in range(12)]
+    assert articles[3]["text"].startswith("Sentence 0 of article 3 says little. Sentence 1 of")

@@ -1,0 +1,179 @@
+"""BERT pretraining samples from HDF5 shards, and the data loader of the developer guide."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tutorial_lib.parallel_layers import parallel_state
+
+PATTERN = "*_training_*.hdf5"
+KEYS = (
+    "input_ids",
+    "input_mask",
+    "segment_ids",
+    "masked_lm_positions",
+    "masked_lm_ids",
+    "next_sentence_labels",
+)
+IGNORED = -100  # label of a token that is not to be predicted
+
+
+class PretrainingDataset(Dataset):
+    """The samples of one shard, or of all training shards of a folder, by a running index.
+
+    An item is what the tutorial's loop unpacks, all int64: `[input_ids, segment_ids, input_mask,
+    masked_lm_labels, next_sentence_labels]`, the first four `[S]`, the last a scalar.
+
+    No HDF5 handle outlives a call, since a handle that forked workers share returns wrong data.
+    Contiguous data are memory-mapped, so ranks on one host share their pages; compressed data
+    (as other writers make them) are held in memory from a shard's first use on.
+
+    Args:
+        input_file: a shard, or a folder with files named `*_training_*.hdf5`.
+        max_pred_length: most predictions used of a sample; default all that the shards hold.
+
+    Raises:
+        FileNotFoundError: no such shard, or no training shard in the folder.
+        ValueError: keys or shapes that do not fit, or `max_pred_length` above what is there.
+    """
+
+    def __init__(self, input_file: str | os.PathLike, max_pred_length: int | None = None):
+        self.paths = training_shards(input_file)
+        shapes = [_shape(path) for path in self.paths]
+        _, self.seq_length, predictions = shapes[0]
+        for path, (_, *lengths) in zip(self.paths, shapes):
+            if lengths != [self.seq_length, predictions]:
+                raise ValueError(
+                    f"{path} has sequence length and predictions {lengths}, "
+                    f"{self.paths[0]} has {[self.seq_length, predictions]}"
+                )
+        self.max_pred_length = predictions if max_pred_length is None else max_pred_length
+        if not 1 <= self.max_pred_length <= predictions:
+            raise ValueError(
+                f"max_pred_length is {self.max_pred_length}, {self.paths[0]} holds {predictions}"
+            )
+        self._ends = list(accumulate(rows for rows, _, _ in shapes))
+        self._arrays: dict[int, dict[str, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        shard = bisect_right(self._ends, index)
+        if shard not in self._arrays:
+            self._arrays[shard] = _open(self.paths[shard])
+        row = index - (self._ends[shard - 1] if shard else 0)
+        sample = {
+            key: values[row].astype(np.int64) for key, values in self._arrays[shard].items()
+        }
+        positions = sample["masked_lm_positions"][: self.max_pred_length]
+        (padding,) = np.nonzero(positions == 0)  # 0 is [CLS], never predicted: it ends the list
+        count = padding[0] if len(padding) else len(positions)
+        labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
+        labels[positions[:count]] = sample["masked_lm_ids"][:count]
+        return [
+            torch.from_numpy(sample["input_ids"]),
+            torch.from_numpy(sample["segment_ids"]),
+            torch.from_numpy(sample["input_mask"]),
+            torch.from_numpy(labels),
+            torch.tensor(sample["next_sentence_labels"]),
+        ]
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_arrays": {}}  # a spawned worker maps the files itself
+
+
+pretraining_dataset = PretrainingDataset  # the guide's spelling
+
+
+def create_pretraining_dataset(
+    input_file: str | os.PathLike,
+    max_pred_length: int | None,
+    mini_batch_size: int,
+    worker_init: Callable[[int], None] | None = None,
+) -> DataLoader:
+    """The guide's loader: the same batches on all tensor-parallel ranks of one data-parallel rank.
+
+    Call `loader.sampler.set_epoch(epoch)` before each epoch, or each has the same order. What does
+    not fill a batch on every rank is left out, another part in each epoch. To resume within an
+    epoch, use `ResumableBatchSampler`.
+
+    Raises:
+        ValueError: fewer samples than one batch for each data-parallel rank.
+    """
+    train_data = pretraining_dataset(input_file=input_file, max_pred_length=max_pred_length)
+    dp_size = parallel_state.get_data_parallel_world_size()
+    if mini_batch_size < 1 or len(train_data) < mini_batch_size * dp_size:
+        raise ValueError(
+            f"{len(train_data)} samples in {input_file} do not fill a batch of {mini_batch_size} "
+            f"on each of {dp_size} data-parallel ranks"
+        )
+    train_sampler = DistributedSampler(
+        train_data,
+        num_replicas=dp_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        drop_last=True,
+    )
+    return DataLoader(
+        train_data,
+        sampler=train_sampler,
+        batch_size=mini_batch_size,
+        num_workers=0,
+        worker_init_fn=worker_init,
+        drop_last=True,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def training_shards(input_file: str | os.PathLike) -> list[Path]:
+    """The shard itself, or a folder's training shards in the order of their names."""
+    path = Path(input_file)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"no shard and no folder at {path}")
+    if not (shards := sorted(path.glob(PATTERN))):
+        raise FileNotFoundError(f"no {PATTERN} in {path}")
+    return shards
+
+
+def _shape(path: Path) -> tuple[int, int, int]:
+    """(samples, sequence length, predictions) of a shard."""
+    try:
+        file = h5py.File(path)
+    except OSError as error:
+        raise ValueError(f"{path} is no HDF5 file: {error}") from error
+    with file:
+        if missing := [key for key in KEYS if key not in file]:
+            raise ValueError(f"{path} lacks {', '.join(missing)}")
+        shapes = {key: file[key].shape for key in KEYS}
+    tokens, predictions = shapes["input_ids"], shapes["masked_lm_positions"]
+    fitting = dict.fromkeys(KEYS[:3], tokens) | dict.fromkeys(KEYS[3:5], predictions)
+    fitting["next_sentence_labels"] = tokens[:1]
+    if len(tokens) != 2 or len(predictions) != 2 or tokens[0] != predictions[0]:
+        fitting = {}
+    if shapes != fitting or tokens[0] == 0:
+        raise ValueError(f"{path}: shapes {shapes} are not [N, S], [N, P] and [N] with N > 0")
+    return (*tokens, predictions[1])
+
+
+def _open(path: Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    with h5py.File(path) as file:
+        for key in KEYS:
+            data = file[key]
+            offset = data.id.get_offset()  # None where the data are in chunks, or elsewhere
+            if offset is None or data.external or file.userblock_size:
+                arrays[key] = data[...]
+            else:
+                arrays[key] = np.memmap(path, data.dtype, "r", offset, data.shape)
+    return arrays
