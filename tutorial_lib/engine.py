@@ -134,7 +134,10 @@ def _describe(frames: list[traceback.FrameSummary]) -> dict:
         function = "" if frame.name == "<module>" else f" in {frame.name}"
         lines.append(f"{where}, line {frame.lineno}{function}: {frame.line.strip()}")
     own = [frame for frame in frames if _is_cell(frame.filename)]
-    collective = next((f.name for f in frames if "/torch/distributed/" in f.filename and f.name != "wrapper"), None)
+    # An asynchronous collective waits in C++, with no frame of torch.distributed: the one of `comm` tells.
+    collectives = (os.path.join(PACKAGE_DIR, "parallel_layers", "comm.py"), "/torch/distributed/")
+    waits = (f.name for f in frames if any(place in f.filename for place in collectives) and f.name != "wrapper")
+    collective = next(waits, None)
     return {
         "frames": lines,
         "line": (own[-1].line or "").strip() if own else None,

@@ -10,7 +10,7 @@ from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import publish_display_data
 
-from tutorial_lib.mesh_report import as_shown, by_rank
+from tutorial_lib.mesh_report import RankError, as_shown, by_rank
 
 LIVE_AFTER = 2.0  # seconds after which a cell's output on its first rank is shown as it comes
 
@@ -20,14 +20,24 @@ def register(mesh) -> None:
 
     @magic_arguments()
     @argument("--rank", help="run on these ranks only, such as 0 or 1,3; by default on all")
+    @argument("--fails", action="store_true", help="the cell is meant to fail: print its error; an error if it does not")
     def px(line, cell):
         """Runs the cell on every rank of the mesh. All of it is run before anything else; there is no background."""
-        wanted = parse_argstring(px, line).rank
+        given = parse_argstring(px, line)
+        wanted = given.rank
         try:
             ranks = None if wanted is None else [int(rank) for rank in wanted.split(",")]
         except ValueError:
             raise UsageError(f"--rank {wanted!r} is not a rank or a list of ranks such as 1,3") from None
-        mesh.run(cell, ranks)
+        if not given.fails:
+            return mesh.run(cell, ranks)
+        # An error as a cell's result would end papermill, whatever the cell's tags.
+        try:
+            mesh.run(cell, ranks)
+        except RankError as error:
+            print(f"{type(error).__name__}: {error}")
+        else:
+            raise AssertionError("the cell was meant to fail on a rank, and did not")
 
     @no_var_expand
     def px_line(line):

@@ -36,9 +36,9 @@ class Collective(NamedTuple):
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that this rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005)."""
+        """Bytes that a rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005), as the ranks' mean."""
         n = self.group_size
-        factor = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1, "broadcast": 1}
+        factor = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1, "broadcast": (n - 1) / n}
         return factor[self.kind] * self.nbytes
 
 

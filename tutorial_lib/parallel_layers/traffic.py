@@ -5,6 +5,8 @@ import socket
 import struct
 import sys
 
+import psutil
+
 # struct tcp_info of linux/tcp.h, since Linux 4.19: tcpi_bytes_sent and tcpi_bytes_retrans.
 _BYTES_SENT, _SIZE = 200, 216
 
@@ -17,21 +19,18 @@ def bytes_sent() -> int | None:
     replies, are in it.
 
     Returns:
-        None where the system keeps no such counter for a process (anything but Linux).
+        None where the system keeps no such counter (anything but Linux).
     """
     if not sys.platform.startswith("linux"):
         return None
     total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            connection = socket.socket(fileno=os.dup(int(descriptor)))
-        except OSError:  # not a socket, or closed since the listing
+    for connection in psutil.Process().net_connections("tcp"):
+        if not connection.raddr:  # it listens
             continue
-        with connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
-                if len(info) < _SIZE:
-                    return None
-                sent, again = struct.unpack_from("<QQ", info, _BYTES_SENT)
-                total += sent - again
+        with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
+            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+        if len(info) < _SIZE:
+            return None
+        sent, again = struct.unpack_from("<QQ", info, _BYTES_SENT)
+        total += sent - again
     return total

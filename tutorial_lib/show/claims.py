@@ -61,11 +61,9 @@ class Claims:
         self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
         claims = list(self._claims.values())
         self._file.update(lambda content: content.update(claims=claims))
-        line = f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}"
         if not passed:
             distance = f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
-            raise ClaimError(f"{line}{distance}")
-        print(f"✓ {line}")
+            raise ClaimError(f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}{distance}")
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""

@@ -44,7 +44,12 @@ class Table:
 
 
 def text(value: Any) -> str:
-    """A cell's text: thousands apart, five digits of a fraction, `–` for None."""
+    """A cell's text: thousands apart, five digits of a fraction, `–` for None, a tensor as its elements."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        inner = ("[{}]" if isinstance(item, (list, tuple)) else "{}" for item in value)
+        return " ".join(form.format(text(item)) for form, item in zip(inner, value))
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -87,7 +92,7 @@ def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
     for name, found in values.items():
         shown = [text(value) for value in found]
         odd = [rank for rank, value in enumerate(shown) if shown.count(value) == 1]
-        verdict = f"all {count} ranks agree" if len(set(shown)) == 1 else "differs by rank"
+        verdict = f"all {count} ranks agree" if len(set(shown)) == 1 else ""
         if len(odd) == 1 and count > 2 and len(set(shown)) == 2:
             verdict = f"rank {odd[0]} differs from the others"
             marked.add(len(rows))
