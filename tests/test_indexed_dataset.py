@@ -1,0 +1,260 @@
+"""The `.bin`/`.idx` format: golden bytes, megatron-core in both directions, damaged files."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from tests.megatron import import_megatron
+from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, idx_path, token_dtype
+from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder, merge_datasets
+
+DOCUMENTS = [[1, 2, 3], [4, 5], [6]]
+BIN = "010002000300040005000600"
+IDX = (
+    "4d4d4944494458000001000000000000000803000000000000000400000000000000030000000200000001000000"
+    "000000000000000006000000000000000a0000000000000000000000000000000100000000000000020000000000"
+    "00000300000000000000"
+)
+
+
+def build(prefix, documents, dtype="<u2", vocab_size=None):
+    with IndexedDatasetBuilder(prefix, dtype, vocab_size) as builder:
+        for document in documents:
+            builder.add_document(document)
+    return prefix
+
+
+def parse_index(prefix):
+    """An independent reader: (type code, lengths, byte pointers, document index)."""
+    data = idx_path(prefix).read_bytes()
+    magic, version, code, n, m = struct.unpack("<9sQBQQ", data[:34])
+    assert (magic, version) == (b"MMIDIDX\0\0", 1)
+    numbers = struct.unpack(f"<{n}i{n}q{m}q", data[34:])
+    return code, list(numbers[:n]), list(numbers[n : 2 * n]), list(numbers[2 * n :])
+
+
+@pytest.fixture
+def golden(tmp_path):
+    return build(tmp_path / "golden", DOCUMENTS, token_dtype(50257), 50257)
+
+
+def test_golden_bytes(golden):
+    assert bin_path(golden).read_bytes().hex() == BIN
+    assert idx_path(golden).read_bytes().hex() == IDX
+    data = IndexedDataset(golden)
+    assert [data[i].tolist() for i in range(len(data))] == DOCUMENTS
+    assert data.num_tokens == 6 and data.dtype == np.uint16
+    assert [path.name for path in sorted(golden.parent.iterdir())] == ["golden.bin", "golden.idx"]
+
+
+@pytest.mark.parametrize("size, dtype", [(50257, "u2"), (65499, "u2"), (65500, "i4"), (2**31, "i4")])
+def test_uint16_only_where_it_fits(size, dtype):
+    assert token_dtype(size) == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31 + 1])
+def test_vocabulary_out_of_range(size):
+    with pytest.raises(ValueError, match=str(size)):
+        token_dtype(size)
+
+
+@pytest.mark.parametrize("empties", [[0], [1], [2], [0, 1, 2], []])
+def test_empty_documents_are_left_out_and_counted(tmp_path, empties):
+    documents = [[] if i in empties else [i, i, 7] for i in range(3)]
+    kept = [document for document in documents if document]
+    with IndexedDatasetBuilder(tmp_path / "a", np.int32) as builder:
+        for document in documents:
+            builder.add_document(document)
+    assert builder.empty_documents == len(empties)
+    assert builder.num_tokens == 3 * len(kept)
+    pointers = [12 * i for i in range(len(kept))]
+    expected = 4, [3] * len(kept), pointers, list(range(len(kept) + 1))
+    assert parse_index(tmp_path / "a") == expected
+    data = IndexedDataset(tmp_path / "a")
+    assert [data[i].tolist() for i in range(len(data))] == kept
+
+
+def test_merge(tmp_path):
+    a = build(tmp_path / "a", [[1] * 3, [2] * 2], np.int32)
+    b = build(tmp_path / "b", [[3] * 4, [4]], np.int32)
+    merged = merge_datasets([a, b], tmp_path / "ab")
+    expected = 4, [3, 2, 4, 1], [0, 12, 20, 36], [0, 1, 2, 3, 4]
+    assert parse_index(tmp_path / "ab") == expected
+    assert [merged[i].tolist() for i in range(4)] == [[1] * 3, [2] * 2, [3] * 4, [4]]
+
+
+def test_merge_refuses_what_does_not_go_together(tmp_path):
+    a = build(tmp_path / "a", [[1]], np.int32)
+    b = build(tmp_path / "b", [[1]], np.uint16)
+    with pytest.raises(ValueError, match="uint16.*int32"):
+        merge_datasets([a, b], tmp_path / "ab")
+    with pytest.raises(ValueError, match="one of the data sets to merge"):
+        merge_datasets([a, b], tmp_path / "a")
+    with pytest.raises(ValueError, match="no data set"):
+        merge_datasets([], tmp_path / "ab")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+
+
+def test_a_document_in_pieces_and_documents_of_several_sequences(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a", np.int32) as builder:
+        for piece in np.array_split(np.arange(1000), 7):
+            builder.add_tokens(piece)
+        builder.end_document()
+        builder.add_tokens([5, 6])
+        builder.end_sequence()
+        builder.add_tokens([7])
+        builder.end_document()
+    assert parse_index(tmp_path / "a") == (4, [1000, 2, 1], [0, 4000, 4008], [0, 1, 3])
+    data = IndexedDataset(tmp_path / "a")
+    assert np.array_equal(data[0], np.arange(1000)) and data[1].tolist() == [5, 6]
+    merged = merge_datasets([tmp_path / "a", tmp_path / "a"], tmp_path / "b")
+    assert merged.document_indices.tolist() == [0, 1, 3, 4, 6]
+
+
+def test_many_documents_at_once(tmp_path):
+    one, many = build(tmp_path / "one", DOCUMENTS), tmp_path / "many"
+    with IndexedDatasetBuilder(many, "<u2") as builder:
+        builder.add_documents(np.array([1, 2, 3, 4, 5]), [3, 2])
+        builder.add_documents(np.array([6]), [1])
+        for wrong in ([3, 1], [5, 0], [6, -1]):
+            with pytest.raises(ValueError, match="5 tokens"):
+                builder.add_documents(np.array([1, 2, 3, 4, 5]), wrong)
+    assert bin_path(one).read_bytes() == bin_path(many).read_bytes()
+    assert idx_path(one).read_bytes() == idx_path(many).read_bytes()
+
+
+@pytest.mark.parametrize("bad", [[70000], [-1], [100]])
+def test_builder_refuses_a_token_out_of_range(tmp_path, bad):
+    old = build(tmp_path / "a", DOCUMENTS)
+    with pytest.raises(ValueError, match=rf"a\.bin, document 1: token 1 has id {bad[0]}"):
+        build(tmp_path / "a", [[1], [2, *bad]], "<u2", 100)
+    assert bin_path(old).read_bytes().hex() == BIN, "the earlier data set is as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_builder_refuses_other_types(tmp_path):
+    with pytest.raises(ValueError, match="float32"):
+        IndexedDatasetBuilder(tmp_path / "a", np.float32)
+    with pytest.raises(ValueError, match="50000.*int16"):
+        IndexedDatasetBuilder(tmp_path / "a", np.int16, 50000)
+    for tokens in ([1.5], [[1, 2]]):
+        with pytest.raises(ValueError, match="not a row of integers"):
+            build(tmp_path / "a", [tokens])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_a_part(golden):
+    data = IndexedDataset(golden)
+    assert data.get(0, 1).tolist() == [2, 3]
+    assert data.get(0, 1, 1).tolist() == [2]
+    for offset, length in ((0, 4), (3, 1), (-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match="golden has 3 tokens"):
+            data.get(0, offset, length)
+    with pytest.raises(IndexError):
+        data[3]
+    assert not data[0].flags.writeable
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy[1].tolist() == [4, 5] and len(pickle.dumps(data)) < 500
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_missing_file(golden, suffix):
+    path = golden.with_suffix(f".{suffix}")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"golden.{suffix}"):
+        IndexedDataset(golden)
+
+
+@pytest.mark.parametrize("change", [-2, -1, 2])
+def test_truncated_bin_or_index_of_another_data_set(golden, change):
+    data = bin_path(golden).read_bytes()
+    bin_path(golden).write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(ValueError, match=rf"golden\.bin has {12 + change} bytes.*golden\.idx"):
+        IndexedDataset(golden)
+
+
+@pytest.mark.parametrize(
+    "offset, new, message",
+    [
+        (0, b"TNTIDX\0\0", "no index of Megatron-LM"),
+        (9, struct.pack("<Q", 2), "version 2"),
+        (17, b"\x06", "type code 6"),
+        (18, struct.pack("<Q", 4), "is damaged"),  # number of sequences
+        (26, struct.pack("<Q", 0), "is damaged"),  # length of the document index
+        (34, struct.pack("<i", -3), "byte pointers"),
+        (34, struct.pack("<i", 2), "byte pointers"),
+        (54, struct.pack("<q", 8), "byte pointers"),
+        (70, struct.pack("<q", 1), "document index"),
+        (78, struct.pack("<q", 3), "document index"),
+        (94, struct.pack("<q", 2), "document index"),
+    ],
+)
+def test_damaged_index(golden, offset, new, message):
+    data = bytearray(idx_path(golden).read_bytes())
+    data[offset : offset + len(new)] = new
+    idx_path(golden).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"golden\.idx.*{message}"):
+        IndexedDataset(golden)
+
+
+@pytest.mark.parametrize("length", [0, 5, 20, 60, 101])
+def test_truncated_index(golden, length):
+    idx_path(golden).write_bytes(idx_path(golden).read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"golden\.idx"):
+        IndexedDataset(golden)
+
+
+def test_tokens_of_another_vocabulary(golden):
+    data = IndexedDataset(golden)
+    data.check_vocabulary(7)
+    with pytest.raises(ValueError, match=r"golden\.bin.*token 5 has id 6.*vocabulary has 6"):
+        data.check_vocabulary(6)
+
+
+def random_documents(count, vocab_size=1000):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, n) for n in rng.integers(1, 50, count)]
+
+
+def test_more_documents_than_a_block(tmp_path, monkeypatch):
+    documents = random_documents(100)
+    whole = build(tmp_path / "whole", documents)
+    for module in ("indexed_dataset", "indexed_dataset_builder"):
+        monkeypatch.setattr(f"tutorial_lib.data.{module}.BLOCK", 7)
+    parts = build(tmp_path / "parts", documents)
+    assert idx_path(whole).read_bytes() == idx_path(parts).read_bytes()
+    data = IndexedDataset(parts)
+    assert all(np.array_equal(data[i], document) for i, document in enumerate(documents))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_megatron_core_writes_the_same_bytes_and_each_reads_the_other(tmp_path, dtype):
+    megatron, _, _ = import_megatron()
+    documents = random_documents(200)
+    ours = build(tmp_path / "ours", documents, dtype)
+    theirs = tmp_path / "theirs"
+    builder = megatron.IndexedDatasetBuilder(str(bin_path(theirs)), dtype)
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(idx_path(theirs)))
+    for path in (bin_path, idx_path):
+        assert path(ours).read_bytes() == path(theirs).read_bytes()
+    read_by_it, read_by_us = megatron.IndexedDataset(str(ours)), IndexedDataset(theirs)
+    assert len(read_by_it) == len(read_by_us) == 200
+    for i, document in enumerate(documents):
+        assert np.array_equal(read_by_it[i], document) and np.array_equal(read_by_us[i], document)
+    assert np.array_equal(read_by_it.document_indices, read_by_us.document_indices)
+
+
+def test_megatron_core_merges_the_same(tmp_path):
+    megatron, _, _ = import_megatron()
+    parts = [build(tmp_path / str(i), random_documents(20 + i), np.int32) for i in range(3)]
+    merge_datasets(parts, tmp_path / "ours")
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), np.int32)
+    for part in parts:
+        builder.add_index(str(part))
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for path in (bin_path, idx_path):
+        assert path(tmp_path / "ours").read_bytes() == path(tmp_path / "theirs").read_bytes()
