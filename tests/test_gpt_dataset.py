@@ -1,0 +1,371 @@
+"""GPT samples: Megatron-LM's order, the cache on disk, splits, and batches by consumed samples."""
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.megatron import import_megatron
+from tutorial_lib.data import gpt_index
+from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_documents
+from tutorial_lib.data.gpt_index import build_indices, build_sample_index, cached_indices
+from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path
+from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
+
+GOLDEN = np.array([3, 2, 1], np.int32)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(lengths)`: prefix of a data set whose tokens count from 0, through all documents."""
+
+    def build(lengths, name="data"):
+        with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
+            builder.add_documents(np.arange(np.sum(lengths)), lengths)
+        return tmp_path / name
+
+    return build
+
+
+def random_lengths(count, seed=0, low=1, high=40):
+    return np.random.default_rng(seed).integers(low, high, count).astype(np.int32)
+
+
+def slow_sample_index(lengths, document, samples, seq_length):
+    """Every token of the row by its place and offset: what the index must point to."""
+    row = [(place, i) for place, doc in enumerate(document) for i in range(lengths[doc])]
+    return [row[i * seq_length] for i in range(samples + 1)]
+
+
+def test_golden_vector():
+    indices = build_indices(GOLDEN, 0, 5, 2, 1234)
+    assert indices.document.tolist() == [2, 1, 2, 0, 1, 0]
+    assert indices.sample.tolist() == [[0, 0], [1, 1], [3, 0], [3, 2], [4, 1], [5, 1]]
+    assert indices.shuffle.tolist() == [2, 0, 4, 3, 1]
+    assert [array.dtype for array in indices] == [np.int32, np.int32, np.uint32]
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+@pytest.mark.parametrize("seed", range(20))
+def test_sample_index_equals_a_slow_reference(monkeypatch, seed, block):
+    monkeypatch.setattr(gpt_index, "DOCUMENTS", block)
+    rng = np.random.default_rng(seed)
+    lengths = random_lengths(rng.integers(1, 12), seed, 0, 9)  # some are empty
+    lengths[rng.integers(len(lengths))] += 50  # one longer than many samples
+    document = np.tile(rng.permutation(len(lengths)), 2)
+    tokens, seq_length = 2 * int(lengths.sum()), int(rng.integers(1, 9))
+    index = build_sample_index(lengths, document, tokens, seq_length)
+    expected = slow_sample_index(lengths, document, (tokens - 1) // seq_length, seq_length)
+    expected[0] = (0, 0)
+    assert index.tolist() == [list(entry) for entry in expected]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_indices_equal_those_of_megatron_core(seed):
+    _, gpt, helpers = import_megatron()
+    rng = np.random.default_rng(seed)
+    lengths, first = random_lengths(rng.integers(1, 30), seed, 0), int(rng.integers(5))
+    lengths[0] += 2
+    seq_length, wanted = int(rng.integers(1, 30)), int(rng.integers(1, 500))
+    indices = build_indices(lengths, first, wanted, seq_length, seed)
+
+    # Its number of epochs and its rule on the last one, then its three functions.
+    per_epoch = int(lengths.sum())
+    epochs = next(e for e in range(1, 10**6) if e * per_epoch >= wanted * seq_length + 1)
+    sans_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    separate = epochs > 1 and wanted - sans_last < int(0.8 * ((per_epoch - 1) // seq_length))
+    random = np.random.RandomState(seed)
+    documents = np.arange(first, first + len(lengths), dtype=np.int32)
+    document = gpt._build_document_index(documents, epochs, random, separate)
+    all_lengths = np.concatenate((np.full(first, 99, np.int32), lengths))
+    sample = helpers.build_sample_idx(all_lengths, document, seq_length, epochs, per_epoch)
+    total = len(sample) - 1
+    shuffle = gpt._build_shuffle_index(sans_last if separate else total, total, random)
+    for ours, theirs in zip(indices, (document, sample, shuffle), strict=True):
+        assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("split, wanted", [("100,0,0", (90, 0, 0)), ("8,1,1", (300, 20, 3))])
+def test_samples_equal_those_of_megatron_core(make, tmp_path, split, wanted):
+    """Its whole data set class, on our files: the same tokens in the same order."""
+    indexed_dataset, gpt, _ = import_megatron()
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    prefix = make(random_lengths(53))
+    config = gpt.GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=16,
+        blend=([str(prefix)], None),
+        split=split,
+        path_to_cache=str(tmp_path / "theirs"),
+        tokenizer=SimpleNamespace(vocab_size=10**6, eod=0, pad=-1, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    wanted_of = [samples or None for samples in wanted]
+    theirs = BlendedMegatronDatasetBuilder(gpt.GPTDataset, wanted_of, lambda: True, config).build()
+    ours = build_gpt_datasets(prefix, split, wanted, 16, 1234)
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our is None) == (their is None)
+        if our is not None:
+            assert len(our) == len(their)
+            for i in range(len(our)):
+                text = our[i]["text"]
+                assert torch.equal(text[:-1], their[i]["tokens"])
+                assert torch.equal(text[1:], their[i]["labels"])
+
+
+def test_samples_share_their_last_token(make):
+    """In one epoch without shuffling, the row of documents is cut with one token of overlap."""
+    prefix = make([5, 1, 1, 500, 3, 90])
+    data = GPTDataset(IndexedDataset(prefix), "train", range(6), 1, 16, 0)
+    lengths = data.indexed.sequence_lengths
+    row = np.concatenate([data.indexed[i] for i in data.indices.document])
+    assert len(data) == 599 // 16 and lengths.sum() == len(row)
+    for i in range(len(data)):
+        start = int(data.indices.shuffle[i]) * 16
+        text = data[i]["text"]
+        assert text.dtype == torch.int64 and text.tolist() == row[start : start + 17].tolist()
+        assert sum(length for _, _, length in data.parts(i)) == 17
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_empty_sequences_of_another_builder(tmp_path):
+    indexed_dataset, _, _ = import_megatron()
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "a.bin"), np.int32)
+    for document in ([], [1, 2, 3], [], [4, 5], []):
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "a.idx"))
+    for seed in range(5):
+        data = GPTDataset(IndexedDataset(tmp_path / "a"), "train", range(5), 4, 2, seed)
+        row = np.concatenate([data.indexed[i] for i in data.indices.document])
+        for i in range(len(data)):
+            start = int(data.indices.shuffle[i]) * 2
+            assert data[i]["text"].tolist() == row[start : start + 3].tolist()
+
+
+@pytest.mark.parametrize(
+    "split, n, expected",
+    [
+        ("100,0,0", 10, [10, 0, 0]),
+        ("949,50,1", 1000, [949, 50, 1]),
+        ("949,50,1", 106, [101, 5, 0]),
+        ("0.9,0.1", 10, [9, 1, 0]),
+        ("1", 7, [7, 0, 0]),
+        ("1,1,1", 10, [3, 4, 3]),
+        ("0,1,0", 10, [0, 10, 0]),
+    ],
+)
+def test_split(split, n, expected):
+    ranges = split_documents(split, n)
+    assert list(ranges) == ["train", "valid", "test"]
+    assert [len(part) for part in ranges.values()] == expected
+    assert sum(map(list, ranges.values()), []) == list(range(n))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "nan", "inf,1"])
+def test_wrong_split(split):
+    with pytest.raises(ValueError, match=f"split {split!r}"):
+        split_documents(split, 10)
+
+
+def test_wrong_numbers(make, tmp_path):
+    prefix = make([9, 9])
+    indexed = IndexedDataset(prefix)
+    for samples, seq_length, message in [(0, 4, "num_samples is 0"), (4, 0, "seq_length is 0")]:
+        with pytest.raises(ValueError, match=message):
+            GPTDataset(indexed, "train", range(2), samples, seq_length, 0)
+    with pytest.raises(ValueError, match=r"data\.bin.*'valid' hold no token, 5 samples"):
+        build_gpt_datasets(prefix, "100,0,0", (5, 5, 0), 4, 0)
+    with pytest.raises(ValueError, match="below 0"):
+        build_gpt_datasets(prefix, "100,0,0", (5, -5, 0), 4, 0)
+    with pytest.raises(ValueError, match="no token"):
+        build_indices(np.zeros(3, np.int32), 0, 1, 1, 0)
+
+
+def test_a_token_that_the_model_does_not_have(make):
+    prefix = make([9, 9])
+    data = build_gpt_datasets(prefix, "1", (8, 0, 0), 4, 0, vocab_size=18)[0]
+    assert len([data[i] for i in range(len(data))]) >= 8
+    data = build_gpt_datasets(prefix, "1", (8, 0, 0), 4, 0, vocab_size=17)[0]
+    with pytest.raises(ValueError, match=r"data\.bin, sample .* has id 17"):
+        [data[i] for i in range(len(data))]
+
+
+# The cache
+
+
+def fail(*args):
+    raise AssertionError("built, although it was in the cache")
+
+
+STEM = "data_train_indexmap_30ns_8sl_7s"
+PARTS = [f"{STEM}_{part}_idx.npy" for part in ("doc", "sample", "shuffle")]
+
+
+def train_data(prefix, **options):
+    return build_gpt_datasets(prefix, "9,1,0", (30, 0, 0), 8, 7, **options)[0]
+
+
+def test_cache_files_and_a_second_opening(make, monkeypatch, tmp_path):
+    prefix = make(random_lengths(20))
+    data = train_data(prefix)
+    for name, array in zip(PARTS, data.indices, strict=True):
+        assert np.array_equal(np.load(tmp_path / name), array)
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+    monkeypatch.setattr(gpt_index, "build_indices", fail)
+    again = train_data(prefix)
+    assert all(isinstance(array, np.memmap) for array in again.indices)
+    assert all(torch.equal(again[i]["text"], data[i]["text"]) for i in range(len(data)))
+
+
+def open_on_rank(prefix, cache):
+    built = []
+    whole = gpt_index.build_indices
+    gpt_index.build_indices = lambda *args: built.append(1) or whole(*args)
+    try:
+        data = train_data(prefix, cache_dir=cache)
+    finally:
+        gpt_index.build_indices = whole
+    return len(built), data[3]["text"]
+
+
+def test_one_rank_builds_for_all(make, tmp_path, ranks):
+    prefix = make(random_lengths(20))
+    found = ranks(open_on_rank, prefix, tmp_path / "cache", world_size=2)
+    assert sum(built for built, _ in found) == 1
+    assert all(torch.equal(text, found[0][1]) for _, text in found)
+    found = ranks(open_on_rank, prefix, tmp_path / "cache", world_size=2)
+    assert sum(built for built, _ in found) == 0
+
+
+@pytest.mark.parametrize("change", ["lengths", "split", "cut", "missing", "side", "marker"])
+def test_a_stale_or_damaged_cache_is_built_anew(make, tmp_path, caplog, change):
+    prefix = make(random_lengths(20))
+    old = [np.array(array) for array in train_data(prefix).indices]
+    lengths, documents = random_lengths(20), range(18)
+    side = tmp_path / f"{STEM}.json"
+    if change == "lengths":
+        lengths = lengths[::-1].copy()
+        make(lengths)  # other documents under the same name
+    elif change == "split":
+        documents = range(2, 20)
+    elif change == "cut":
+        with open(tmp_path / PARTS[1], "r+b") as file:
+            file.truncate(200)
+    elif change == "missing":
+        (tmp_path / PARTS[2]).unlink()
+    elif change == "side":
+        side.write_text("[]")
+    elif change == "marker":  # a run was killed before it wrote the side file
+        side.unlink()
+        (tmp_path / PARTS[0]).write_bytes(b"half")
+    with caplog.at_level(logging.WARNING):
+        data = GPTDataset(IndexedDataset(prefix), "train", documents, 30, 8, 7)
+    part = lengths[documents.start : documents.stop]
+    expected = build_indices(part, documents.start, 30, 8, 7)
+    for found, array in zip(data.indices, expected):
+        assert np.array_equal(found, array)
+    changed = any(not np.array_equal(a, b) for a, b in zip(old, expected))
+    assert changed == (change in ("lengths", "split"))
+    assert ("built anew" in caplog.text) == (change not in ("missing", "marker"))
+    assert json.loads(side.read_text())["first_document"] == documents.start
+
+
+def test_other_tokens_of_the_same_lengths_are_read_anew(make, tmp_path, monkeypatch):
+    """The indices say which places make a sample, so they hold for any tokens at these places."""
+    prefix = make(random_lengths(20))
+    before = train_data(prefix)[0]["text"]
+    tokens = np.fromfile(bin_path(prefix), np.int32)
+    (tokens + 5000).tofile(bin_path(prefix))
+    monkeypatch.setattr(gpt_index, "build_indices", fail)
+    assert torch.equal(train_data(prefix)[0]["text"], before + 5000)
+
+
+def _without_rights(folder, connection):
+    """In a process of its own: open the data set as somebody who may not write to its folder."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    gpt_index.log.addHandler(handler)
+    try:
+        assert not os.access(folder, os.W_OK)
+        data = train_data(folder / "data")
+        connection.send((data[0]["text"].tolist(), type(data.indices.sample).__name__, messages))
+    except BaseException as error:
+        connection.send(error)
+
+
+def open_without_rights(folder):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_without_rights, args=(folder, sender))
+    process.start()
+    assert receiver.poll(30)
+    answer = receiver.recv()
+    process.join()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+@pytest.fixture
+def read_only(make):
+    """A folder with the data set that another user can read, and nobody write to."""
+    prefix = make(random_lengths(20))
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    for suffix in (".bin", ".idx"):
+        shutil.copy(prefix.with_suffix(suffix), folder)
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_cache_is_used(read_only):
+    expected = train_data(read_only / "data")[0]["text"].tolist()
+    read_only.chmod(0o555)
+    assert open_without_rights(read_only) == (expected, "memmap", [])
+
+
+def test_no_permission_for_the_cache(read_only):
+    read_only.chmod(0o555)
+    text, kind, (message,) = open_without_rights(read_only)
+    assert kind == "ndarray" and "no permission" in message and str(read_only) in message
+    assert sorted(os.listdir(read_only)) == ["data.bin", "data.idx"]
+    read_only.chmod(0o755)
+    assert text == train_data(read_only / "data")[0]["text"].tolist()
+
+
+def test_a_cache_folder_that_is_a_file(make, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        train_data(make([50, 50]), cache_dir=tmp_path / "file" / "cache")
+
+
+def test_a_full_disk_leaves_no_half_cache(tmp_path, monkeypatch):
+    def no_space(file, values, **kwargs):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", no_space)
+    with pytest.raises(OSError, match="No space"):
+        cached_indices(tmp_path, "data_train", GOLDEN, 0, 5, 2, 1234)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    monkeypatch.undo()
+    indices = cached_indices(tmp_path, "data_train", GOLDEN, 0, 5, 2, 1234)
+    assert indices.shuffle.tolist() == [2, 0, 4, 3, 1]
