@@ -7,7 +7,7 @@ order are those of `neuronx_distributed.parallel_layers.comm`.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -69,30 +69,47 @@ def _note(kind: str, size: int, tensor: torch.Tensor) -> None:
 class Pending:
     """A collective under way: `wait()` returns its result, once."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None):
-        self._result, self._work = result, work
+    def __init__(
+        self,
+        result: torch.Tensor,
+        works: Sequence[dist.Work] = (),
+        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        self._result, self._works, self._finish = result, works, finish
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._result
+        for work in self._works:
+            work.wait()
+        result = self._result if self._finish is None else self._finish(self._result)
+        self._result, self._works, self._finish = None, (), None
+        return result
 
 
-def all_reduce_start(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> Pending:
-    """Begins an all-reduce that may overlap with computation; see `all_reduce`."""
+def _check_op(op_type: str) -> None:
     if op_type not in _OPS:
         raise ValueError(f"op_type {op_type!r} is not one of {', '.join(_OPS)}")
+
+
+def all_reduce_start(
+    op_type: str, tensor: torch.Tensor, groups: Groups = None, reuse: bool = False
+) -> Pending:
+    """Begins an all-reduce that may overlap with computation; see `all_reduce`.
+
+    Args:
+        reuse: the caller gives `tensor` up, and its memory may hold the result: saves a copy.
+    """
+    _check_op(op_type)
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
-        return Pending(tensor.clone(), None)
+        return Pending(tensor if reuse else tensor.clone())
     _note("all_reduce", axis.size, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        return Pending(xm.all_reduce(op_type, tensor, groups=axis.replica_groups, pin_layout=False), None)
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    return Pending(result, dist.all_reduce(result, _OPS[op_type], group=axis.group, async_op=True))
+        return Pending(xm.all_reduce(op_type, tensor, groups=axis.replica_groups, pin_layout=False))
+    if not (reuse and tensor.is_contiguous()):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return Pending(tensor, [dist.all_reduce(tensor, _OPS[op_type], group=axis.group, async_op=True)])
 
 
 def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> torch.Tensor:
@@ -109,6 +126,36 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
     return all_reduce_start(op_type, tensor, groups).wait()
 
 
+def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> Pending:
+    """Begins an all-gather that may overlap with computation; see `all_gather`."""
+    axis = parallel_state.axis_of(groups)
+    if axis.size == 1:
+        return Pending(tensor.clone())
+    _note("all_gather", axis.size, tensor)
+    if tensor.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return Pending(xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False))
+    tensor = tensor.contiguous()
+    gathered = tensor.new_empty(axis.size * tensor.size(0), *tensor.shape[1:])
+    if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
+        works = _all_gather_of_gloo(gathered, tensor, axis)
+    else:
+        works = [dist.all_gather_into_tensor(gathered, tensor, group=axis.group, async_op=True)]
+    if dim % tensor.dim() == 0:
+        return Pending(gathered, works)
+    return Pending(gathered, works, lambda result: torch.cat(result.chunk(axis.size), dim=dim))
+
+
+def _all_gather_of_gloo(gathered: torch.Tensor, tensor: torch.Tensor, axis) -> list[dist.Work]:
+    """One broadcast from each rank, all at once: gloo's own all-gather takes twice as long for large tensors."""
+    chunks = gathered.chunk(axis.size)
+    chunks[axis.rank].copy_(tensor)
+    return [
+        dist.broadcast(chunk, rank, group=axis.group, async_op=True) for chunk, rank in zip(chunks, axis.ranks)
+    ]
+
+
 def all_gather(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> torch.Tensor:
     """The tensors of all ranks of the group, concatenated along `dim` in rank order.
 
@@ -117,32 +164,69 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> tor
         dim: the dimension to concatenate along.
         groups: as for `all_reduce`.
     """
+    return all_gather_start(tensor, dim, groups).wait()
+
+
+def reduce_scatter_start(
+    reduce_type: str,
+    tensor: torch.Tensor,
+    scale: float = 1.0,
+    scatter_dim: int = 0,
+    groups: Groups = None,
+    reuse: bool = False,
+) -> Pending:
+    """Begins a reduce-scatter that may overlap with computation; see `reduce_scatter`.
+
+    Args:
+        reuse: the caller gives `tensor` up: saves a copy.
+    """
+    _check_op(reduce_type)
     axis = parallel_state.axis_of(groups)
+    scatter_dim %= tensor.dim()
+    if tensor.size(scatter_dim) % axis.size:
+        raise ValueError(
+            f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the group's size {axis.size}"
+        )
     if axis.size == 1:
-        return tensor.clone()
-    _note("all_gather", axis.size, tensor)
+        return Pending(tensor * scale if scale != 1.0 else tensor if reuse else tensor.clone())
+    _note("reduce_scatter", axis.size, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        return xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False)
-    tensor = tensor.contiguous()
-    gathered = tensor.new_empty(axis.size * tensor.size(0), *tensor.shape[1:])
-    if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
-        _all_gather_of_gloo(gathered, tensor, axis)
+        return Pending(
+            xm.reduce_scatter(
+                reduce_type, tensor, scale, scatter_dim, axis.size, groups=axis.replica_groups, pin_layout=False
+            )
+        )
+    # The chunks have to lie one behind the other.
+    source = tensor.movedim(scatter_dim, 0).contiguous()
+    if tensor.device.type == "cpu":
+        # Each rank is sent its chunk and combines what arrives: gloo itself reduces all chunks on all ranks.
+        received = torch.empty_like(source)
+        works = [dist.all_to_all_single(received, source, group=axis.group, async_op=True)]
     else:
-        dist.all_gather_into_tensor(gathered, tensor, group=axis.group)
-    return gathered if dim % tensor.dim() == 0 else torch.cat(gathered.chunk(axis.size), dim=dim)
+        if source.data_ptr() == tensor.data_ptr() and not reuse:
+            source = source.clone()
+        received = source.new_empty(source.size(0) // axis.size, *source.shape[1:])
+        works = [dist.reduce_scatter_tensor(received, source, _OPS[reduce_type], group=axis.group, async_op=True)]
+
+    def finish(result: torch.Tensor) -> torch.Tensor:
+        if result.size(0) == source.size(0):
+            result = _combine(reduce_type, result.chunk(axis.size))
+        result = result.movedim(0, scatter_dim).contiguous()
+        return result * scale if scale != 1.0 else result
+
+    return Pending(received, works, finish)
 
 
-def _all_gather_of_gloo(gathered: torch.Tensor, tensor: torch.Tensor, axis) -> None:
-    """One broadcast from each rank, all at once: gloo's own all-gather takes twice as long for large tensors."""
-    chunks = gathered.chunk(axis.size)
-    chunks[axis.rank].copy_(tensor)
-    under_way = [
-        dist.broadcast(chunk, rank, group=axis.group, async_op=True) for chunk, rank in zip(chunks, axis.ranks)
-    ]
-    for work in under_way:
-        work.wait()
+def _combine(op_type: str, chunks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The sum (`max`, `min`) of the chunks, in their order."""
+    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op_type]
+    first, second, *others = chunks
+    result = combine(first, second)
+    for chunk in others:
+        combine(result, chunk, out=result)
+    return result
 
 
 def reduce_scatter(
@@ -160,46 +244,7 @@ def reduce_scatter(
     Raises:
         ValueError: an unknown `reduce_type` or group, or a dimension that does not divide, with the numbers.
     """
-    if reduce_type not in _OPS:
-        raise ValueError(f"reduce_type {reduce_type!r} is not one of {', '.join(_OPS)}")
-    axis = parallel_state.axis_of(groups)
-    scatter_dim %= tensor.dim()
-    if tensor.size(scatter_dim) % axis.size:
-        raise ValueError(
-            f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the group's size {axis.size}"
-        )
-    if axis.size == 1:
-        return tensor * scale if scale != 1.0 else tensor.clone()
-    _note("reduce_scatter", axis.size, tensor)
-    if tensor.device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        return xm.reduce_scatter(
-            reduce_type, tensor, scale, scatter_dim, axis.size, groups=axis.replica_groups, pin_layout=False
-        )
-    # The chunks have to lie one behind the other.
-    source = tensor.movedim(scatter_dim, 0).contiguous()
-    if tensor.device.type == "cpu":
-        result = _reduce_scatter_of_gloo(reduce_type, source, axis)
-    else:
-        if source.data_ptr() == tensor.data_ptr():
-            source = source.clone()
-        result = source.new_empty(source.size(0) // axis.size, *source.shape[1:])
-        dist.reduce_scatter_tensor(result, source, _OPS[reduce_type], group=axis.group)
-    result = result.movedim(0, scatter_dim).contiguous()
-    return result * scale if scale != 1.0 else result
-
-
-def _reduce_scatter_of_gloo(reduce_type: str, source: torch.Tensor, axis) -> torch.Tensor:
-    """Sends each rank its chunk and combines what arrives, in rank order: gloo itself reduces all chunks on all ranks."""
-    received = torch.empty_like(source)
-    dist.all_to_all_single(received, source, group=axis.group)
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduce_type]
-    first, second, *others = received.chunk(axis.size)
-    result = combine(first, second)
-    for chunk in others:
-        combine(result, chunk, out=result)
-    return result
+    return reduce_scatter_start(reduce_type, tensor, scale, scatter_dim, groups).wait()
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torch.Tensor:

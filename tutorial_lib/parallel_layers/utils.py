@@ -49,6 +49,10 @@ PARAMETER_MARKS = (
     "expert_model_parallel",
     "shared",  # a second copy of a weight that another pipeline stage counts
     "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
+    # How it is cut, where the marks above do not say it all (`sharding.Partition`).
+    "pad_size",  # zeros behind each of its fused matrices
+    "partition_sizes",
+    "partition_replicas",
 )
 
 
@@ -98,16 +102,33 @@ def param_is_not_tensor_parallel_duplicate(parameter: torch.Tensor) -> bool:
 
 
 class KeepsParameterMarks:
-    """For modules that mark their parameters: a deep copy keeps the marks, which `nn.Parameter` alone drops."""
+    """For modules that mark their parameters: what makes new parameters of old ones keeps their attributes.
+
+    That is a deep copy, `load_state_dict(assign=True)`, `to_empty`, and on some devices every conversion.
+    """
+
+    def _keep_marks_of(self, before: dict[str, nn.Parameter | None]) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                vars(parameter).update(vars(before[name]))
 
     def __deepcopy__(self, memo):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(self.__dict__, memo))
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                vars(clone._parameters[name]).update(vars(parameter))
+        clone._keep_marks_of(self._parameters)
         return clone
+
+    def _apply(self, fn, recurse=True):
+        before = dict(self._parameters)
+        result = super()._apply(fn, recurse)
+        self._keep_marks_of(before)
+        return result
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        before = dict(self._parameters)
+        super()._load_from_state_dict(*args, **kwargs)
+        self._keep_marks_of(before)
 
 
 def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
@@ -136,3 +157,25 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
         for table, name in held[1:]:
             table[name] = tensor
     return model
+
+
+def ids_outside(
+    ids: torch.Tensor, size: int, what: str, ignore: int | None = None
+) -> torch.Tensor | None:
+    """None if every id is in `[0, size)` (or `ignore`); every rank that holds the same ids finds the same.
+
+    On an accelerator, where a look at the values would stall it, the mask of those outside, to be made NaN.
+
+    Raises:
+        ValueError: ids that are no integers; or one outside, for ids on the host.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise ValueError(f"each {what} is an integer, not {ids.dtype}")
+    outside = (ids < 0) | (ids >= size)
+    if ignore is not None:
+        outside &= ids != ignore
+    if ids.device.type != "cpu":
+        return outside
+    if outside.any():
+        raise ValueError(f"{what} {ids[outside][0].item()} is outside of [0, {size})")
+    return None

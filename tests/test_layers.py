@@ -1,0 +1,547 @@
+"""Sharded layers against plain `torch.nn` with the same seed: outputs, every gradient, initial weights, marks, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tutorial_lib.parallel_layers import comm, mappings, parallel_state
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.sharded_module import materialize
+from tutorial_lib.parallel_layers.sharding import Partition, partition_of
+from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+SIZES = [1, 2, 4]
+
+
+def noise(*shape, seed=1, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def whole(tensor, marked=None):
+    """The full tensor of all ranks' parts."""
+    partition = partition_of(tensor if marked is None else marked)
+    if partition is None:
+        return tensor
+    return partition.merge(comm.all_gather(tensor[None], 0).unbind(0))
+
+
+def compare(layer, plain, x, run, dtype):
+    """Output, input gradient and parameter gradients of `run(layer, x)` against the plain layer; largest difference each.
+
+    `run` returns the output and the cotangent's part that belongs to it, from the full cotangent.
+    """
+    torch.manual_seed(0)
+    reference_x = x.clone().requires_grad_()
+    reference = plain(reference_x)
+    cotangent = noise(*reference.shape, seed=2, dtype=dtype)
+    reference.backward(cotangent)
+    found_x = x.clone().requires_grad_()
+    output, grad_x = run(layer, found_x, reference.detach(), cotangent)
+    differences = {"output": output, "input": (grad_x - reference_x.grad).abs().max().item()}
+    for name, parameter in plain.named_parameters():
+        ours = getattr(layer, name)
+        assert torch.equal(whole(ours.data, ours), parameter.data), f"{name} starts elsewhere"
+        grad = ours.grad
+        if getattr(ours, "sequence_parallel_enabled", False):
+            grad = comm.all_reduce("sum", grad)
+        differences[name] = (whole(grad, ours) - parameter.grad).abs().max().item()
+    assert all(d <= TOLERANCE[dtype] for d in differences.values()), differences
+    return differences
+
+
+def part(full, dim, partition=None):
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if partition is not None:
+        return Partition(dim, partition.sizes, partition.parts, (), partition.pad, partition.order).shard(full, rank)
+    return full.chunk(parallel_state.get_tensor_model_parallel_size(), dim)[rank]
+
+
+def gap(found, wanted):
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    return (found.detach() - wanted).abs().max().item()
+
+
+def column(leading, gather, sp, bias, dtype, stride=1, order=None, pad=False, sizes=(12, 24)):
+    tp = parallel_state.get_tensor_model_parallel_size()
+    torch.manual_seed(3)
+    layer = ColumnParallelLinear(
+        *sizes, bias=bias, gather_output=gather, dtype=dtype, stride=stride, sequence_parallel_enabled=sp,
+        rank_ordering=order[:tp] if order else None, pad=pad, sequence_dimension=0 if sp else None,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    plain = nn.Linear(*sizes, bias=bias, dtype=dtype)
+
+    def run(layer, x, wanted, cotangent):
+        before = x.detach().clone()
+        if sp:
+            shard = part(x.detach(), 0).clone().requires_grad_()
+            output = layer(shard)
+        else:
+            shard, output = x, layer(x)
+        if not gather:
+            wanted, cotangent = (part(t, -1, layer._cut) for t in (wanted, cotangent))
+        kept = cotangent.clone()
+        output.backward(cotangent)
+        assert torch.equal(x.detach(), before) and torch.equal(cotangent, kept), "an argument was modified"
+        return gap(output, wanted), comm.all_gather(shard.grad, 0) if sp else shard.grad
+
+    compare(layer, plain, noise(*leading, sizes[0], dtype=dtype), run, dtype)
+
+
+def row(leading, parallel, sp, bias, dtype, stride=1, order=None, pad=False, sizes=(24, 12)):
+    tp = parallel_state.get_tensor_model_parallel_size()
+    torch.manual_seed(3)
+    layer = RowParallelLinear(
+        *sizes, bias=bias, input_is_parallel=parallel, dtype=dtype, stride=stride, sequence_parallel_enabled=sp,
+        rank_ordering=order[:tp] if order else None, pad=pad, sequence_dimension=0 if sp else None,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    plain = nn.Linear(*sizes, bias=bias, dtype=dtype)
+
+    def run(layer, x, wanted, cotangent):
+        if parallel:
+            shard = part(x.detach(), -1, layer._cut).clone().requires_grad_()
+            output = layer(shard)
+        else:
+            shard, output = x, layer(x)
+        if sp:
+            wanted, cotangent = part(wanted, 0), part(cotangent, 0)
+        output.backward(cotangent)
+        grad = shard.grad
+        if parallel:
+            cut = layer._cut
+            cut = Partition(-1, cut.sizes, cut.parts, (), cut.pad, cut.order)
+            grad = cut.merge(comm.all_gather(grad[None], 0).unbind(0))
+        return gap(output, wanted), grad
+
+    compare(layer, plain, noise(*leading, sizes[0], dtype=dtype), run, dtype)
+
+
+LEADING = [(4,), (4, 3), (4, 2, 3)]
+
+
+def column_grid(dtype):
+    for leading in LEADING:
+        for bias in (True, False):
+            for gather, sp in ((True, False), (False, False), (False, True)):
+                column(leading, gather, sp, bias, dtype)
+    for stride in (2, 3):
+        for gather in (True, False):
+            column((4, 3), gather, False, True, dtype, stride=stride)
+            column((4, 3), gather, False, True, dtype, stride=stride, order=[0] if world() == 1 else backwards())
+    for gather in (True, False):
+        for sizes in ((12, 21), (12, 5), (12, 1)):
+            column((4, 3), gather, False, True, dtype, pad=True, sizes=sizes)
+
+
+def row_grid(dtype):
+    for leading in LEADING:
+        for bias in (True, False):
+            for parallel, sp in ((True, False), (False, False), (True, True)):
+                row(leading, parallel, sp, bias, dtype)
+    for parallel in (True, False):
+        row((4, 3), parallel, False, True, dtype, stride=2)
+        row((4, 3), parallel, False, True, dtype, stride=3, order=backwards())
+        for sizes in ((21, 12), (5, 12), (1, 12)):
+            row((4, 3), parallel, False, True, dtype, pad=True, sizes=sizes)
+
+
+def world():
+    return parallel_state.get_tensor_model_parallel_size()
+
+
+def backwards():
+    return list(reversed(range(world())))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("grid", [column_grid, row_grid])
+def test_linear_layers_equal_plain_ones(ranks, grid, dtype, size):
+    ranks(grid, dtype, world_size=size, tp=size)
+
+
+def embedding(dtype, across, sp, padding_idx=None, num=24, pad=False, order=None):
+    torch.manual_seed(3)
+    layer = ParallelEmbedding(
+        num, 8, padding_idx, dtype=dtype, shard_across_embedding=across, pad=pad,
+        sequence_parallel_enabled=sp is not None, sequence_dimension=sp, rank_ordering=order,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    plain = nn.Embedding(num, 8, padding_idx, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    ids = torch.randint(num, (4, 8), generator=torch.Generator().manual_seed(5))
+    wanted = plain(ids)
+    cotangent = noise(*wanted.shape, dtype=dtype)
+    wanted.backward(cotangent)
+    found = layer(ids)
+    if sp is not None:
+        wanted, cotangent = (part(t.transpose(0, 1) if sp == 0 else t, sp) for t in (wanted, cotangent))
+    found.backward(cotangent)
+    assert found.dtype is dtype and torch.equal(found, wanted)
+    assert torch.equal(whole(layer.weight.data, layer.weight), plain.weight.data)
+    assert gap(whole(layer.weight.grad, layer.weight), plain.weight.grad) <= TOLERANCE.get(dtype, 0.1)
+
+
+def embedding_grid(dtype):
+    for across in (False, True):
+        for sp in (None, 0, 1):
+            embedding(dtype, across, sp)
+        embedding(dtype, across, None, padding_idx=5)
+        embedding(dtype, across, None, padding_idx=-24, order=backwards())
+    for num in (5, 21, 1):
+        embedding(dtype, False, None, num=num, pad=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_embedding_equals_a_plain_one_in_its_own_dtype(ranks, dtype, size):
+    ranks(embedding_grid, dtype, world_size=size, tp=size)
+
+
+def padding_rows(padding_idx):
+    layer = ParallelEmbedding(8, 4, padding_idx=padding_idx)
+    layer(torch.arange(8)).sum().backward()
+    return layer.weight.grad[:, 0].tolist(), layer.weight[padding_idx % 4].abs().max().item()
+
+
+def test_padding_idx_is_a_global_id(ranks):
+    five, one = (ranks(padding_rows, index, world_size=2, tp=2) for index in (5, 1))
+    assert [grads for grads, _ in five] == [[1, 1, 1, 1], [1, 0, 1, 1]]
+    assert [grads for grads, _ in one] == [[1, 0, 1, 1], [1, 1, 1, 1]]
+    assert five[1][1] == 0 and one[0][1] == 0 and five[0][1] > 0
+
+
+def foreign_id():
+    layer = ParallelEmbedding(8, 4, collect_output=False)
+    return layer(torch.arange(8)).abs().sum(-1).tolist()
+
+
+def test_an_id_owned_elsewhere_contributes_exactly_nothing(ranks):
+    first, second = ranks(foreign_id, world_size=2, tp=2)
+    assert first[4:] == [0] * 4 and second[:4] == [0] * 4 and min(first[:4] + second[4:]) > 0
+
+
+def max_norm():
+    layer = ParallelEmbedding(8, 4, max_norm=0.5)
+    torch.manual_seed(0)
+    plain = nn.Embedding(8, 4, max_norm=0.5)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    ids = torch.tensor([5, 6, 1])
+    assert torch.equal(layer(ids), plain(ids)) and torch.equal(whole(layer.weight.data, layer.weight), plain.weight.data)
+
+
+def test_max_norm_touches_only_rows_that_were_asked_for(ranks):
+    ranks(max_norm, world_size=2, tp=2)
+
+
+# --- faults of others -----------------------------------------------------------------------------------------------
+
+
+def row_bias(parallel, sp):
+    layer = RowParallelLinear(4, 3, input_is_parallel=parallel, sequence_parallel_enabled=sp)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.copy_(torch.tensor([100.0, 200.0, 300.0]))
+    x = torch.ones(4 if sp else 1, 2 if parallel else 4)
+    y = layer(x)
+    y.sum().backward()
+    grad = comm.all_reduce("sum", layer.bias.grad) if layer.bias.sequence_parallel_enabled else layer.bias.grad
+    return y[0].tolist(), grad.tolist()
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_row_bias_once_forward_and_whole_backward(ranks, parallel):
+    assert ranks(row_bias, parallel, False, world_size=2, tp=2) == [([104, 204, 304], [1, 1, 1])] * 2
+
+
+def test_row_bias_under_sequence_parallel_is_marked_and_sums_to_the_whole(ranks):
+    assert ranks(row_bias, True, True, world_size=2, tp=2) == [([104, 204, 304], [4, 4, 4])] * 2
+
+
+def initial_weights():
+    torch.manual_seed(0)
+    layers = {"column": ColumnParallelLinear(16, 32, gather_output=False), "row": RowParallelLinear(16, 8)}
+    layers["embedding"] = ParallelEmbedding(32, 16)
+    tensors = {f"{k}.{n}": p for k, layer in layers.items() for n, p in layer.named_parameters()}
+    mine = {k: p.detach().clone() for k, p in tensors.items()}
+    return mine, {k: whole(p.detach(), p) for k, p in tensors.items()}, torch.rand(1)
+
+
+def test_the_same_seed_gives_the_same_weights_at_every_degree(ranks):
+    runs = {(w, tp): ranks(initial_weights, world_size=w, tp=tp) for w, tp in ((1, 1), (2, 2), (4, 4), (4, 2), (2, 1))}
+    torch.manual_seed(0)
+    plain = {"column": nn.Linear(16, 32), "row": nn.Linear(16, 8), "embedding": nn.Embedding(32, 16)}
+    wanted = {f"{k}.{n}": p.detach() for k, m in plain.items() for n, p in m.named_parameters()}
+    after = torch.rand(1)
+    for (_, tp), results in runs.items():
+        for _, full, draw in results:
+            assert full.keys() == wanted.keys() and torch.equal(draw, after)
+            assert all(torch.equal(full[k], wanted[k]) for k in wanted)
+        if tp > 1:
+            first, second = results[0][0], results[1][0]
+            assert not any(torch.equal(first[k], second[k]) for k in wanted if k != "row.bias")
+    assert wanted["row.weight"].abs().max() <= 1 / 16**0.5
+    replicas = runs[4, 2]
+    assert all(torch.equal(replicas[0][0][k], replicas[2][0][k]) for k in wanted)
+
+
+def fused_rows():
+    layer = ColumnParallelLinear(
+        1, 8, bias=False, gather_output=False, stride=2,
+        init_method=lambda w: w.copy_(torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13])[:, None]),
+    )  # fmt: skip
+    return layer.weight[:, 0].tolist(), whole(layer.weight.detach(), layer.weight)[:, 0].tolist()
+
+
+def test_fused_gate_and_up_stay_paired(ranks):
+    full = [0, 1, 2, 3, 10, 11, 12, 13]
+    assert ranks(fused_rows, world_size=2, tp=2) == [([0, 1, 10, 11], full), ([2, 3, 12, 13], full)]
+    assert [r[0] for r in ranks(fused_rows, world_size=4, tp=4)] == [[0, 10], [1, 11], [2, 12], [3, 13]]
+
+
+def swiglu():
+    torch.manual_seed(0)
+    up = ColumnParallelLinear(8, 32, bias=False, gather_output=False, stride=2, dtype=torch.float64)
+    down = RowParallelLinear(16, 8, bias=False, input_is_parallel=True, dtype=torch.float64)
+    gate, value = up(noise(5, 8)).chunk(2, -1)
+    return down(F.silu(gate) * value)
+
+
+def test_a_fused_mlp_equals_the_plain_one(ranks):
+    wanted = ranks(swiglu, world_size=1, tp=1)[0]
+    for size in (2, 4):
+        for found in ranks(swiglu, world_size=size, tp=size):
+            assert gap(found, wanted.detach()) <= 1e-10
+
+
+def bf16_input_gradient(reduce_dtype, sp):
+    layer = ColumnParallelLinear(
+        64, 64, bias=False, gather_output=False, dtype=torch.bfloat16, reduce_dtype=reduce_dtype,
+        sequence_parallel_enabled=sp,
+    )  # fmt: skip
+    x = part(noise(32, 64, dtype=torch.bfloat16), 0) if sp else noise(32, 64, dtype=torch.bfloat16)
+    x.requires_grad_()
+    cotangent = noise(32, 64, seed=2, dtype=torch.bfloat16)
+    with comm.record() as log:
+        layer(x).backward(part(cotangent, -1))
+    wanted = cotangent.float() @ whole(layer.weight.detach(), layer.weight).float()
+    kinds = {c.dtype for c in log if c.kind in ("all_reduce", "reduce_scatter")}
+    return x.grad.float(), part(wanted, 0) if sp else wanted, kinds
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_input_gradient_is_the_reduced_one(ranks, reduce_dtype, sp):
+    for found, wanted, kinds in ranks(bf16_input_gradient, reduce_dtype, sp, world_size=2, tp=2):
+        assert kinds == {reduce_dtype}
+        assert gap(found, wanted) <= 0.02 * wanted.abs().max()
+
+
+def collectives(sp):
+    up = ColumnParallelLinear(8, 32, gather_output=False, sequence_parallel_enabled=sp)
+    down = RowParallelLinear(32, 8, input_is_parallel=True, sequence_parallel_enabled=sp)
+    saved = []
+    x = torch.randn(4 // (2 if sp else 1), 3, 8, requires_grad=True)
+    with comm.record() as log:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+            y = down(up(x))
+        forward = comm.count(log)
+        y.sum().backward()
+    return dict(forward), dict(comm.count(log) - forward), saved
+
+
+def test_collectives_of_a_pair_and_nothing_saved_gathered(ranks):
+    forward, backward, _ = ranks(collectives, False, world_size=2, tp=2)[0]
+    assert forward == {("all_reduce", 2): 1} and backward == {("all_reduce", 2): 1}
+    forward, backward, saved = ranks(collectives, True, world_size=2, tp=2)[0]
+    assert forward == {("all_gather", 2): 1, ("reduce_scatter", 2): 1}
+    assert backward == {("all_gather", 2): 2, ("reduce_scatter", 2): 1}
+    assert (2, 3, 8) in saved and (4, 3, 8) not in saved
+
+
+def autocast():
+    torch.manual_seed(0)
+    up = ColumnParallelLinear(8, 16, gather_output=False)
+    down = RowParallelLinear(16, 8, input_is_parallel=True)
+    x = noise(4, 8, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = down(up(x))
+    y.float().sum().backward()
+    return y.dtype, y.detach().float(), x.grad, up.weight.grad.dtype
+
+
+def test_autocast_computes_in_bf16_and_gives_gradients_in_the_weights_dtype(ranks):
+    (_, wanted, grad, _), *_ = ranks(autocast, world_size=1, tp=1)
+    for dtype, found, found_grad, weight_dtype in ranks(autocast, world_size=2, tp=2):
+        assert dtype is torch.bfloat16 and weight_dtype is torch.float32
+        assert gap(found, wanted) <= 0.02 and gap(found_grad, grad) <= 0.05
+
+
+# --- marks, copies, meta --------------------------------------------------------------------------------------------
+
+
+def marks_of(module):
+    names = (*TENSOR_PARALLEL_ATTRIBUTES, "sequence_parallel_enabled", "pad_size")
+    return {n: {k: getattr(p, k, None) for k in names} for n, p in module.named_parameters()}
+
+
+def survivors():
+    model = nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(4, 6, gather_output=False, pad=True),
+            "row": RowParallelLinear(8, 4, input_is_parallel=True, sequence_parallel_enabled=True),
+            "fused": ColumnParallelLinear(4, 8, gather_output=False, stride=2),
+            "embedding": ParallelEmbedding(8, 4),
+        }
+    )
+    marks = marks_of(model)
+    copies = {"deepcopy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model))}
+    copies["assign"] = copy.deepcopy(model)
+    copies["assign"].load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    copies["empty"] = copy.deepcopy(model).to_empty(device="meta")
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        copies["bf16"] = copy.deepcopy(model).to(torch.bfloat16)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert copies["bf16"]["row"].bias.dtype is torch.bfloat16
+    return marks, {k: marks_of(m) for k, m in copies.items()}
+
+
+def test_marks_follow_the_parameters(ranks):
+    for marks, copies in ranks(survivors, world_size=4, tp=4):
+        assert all(found == marks for found in copies.values()), copies
+        column = dict(tensor_model_parallel=True, partition_dim=0, partition_stride=1, num_partitions=4)
+        assert marks["column.weight"] == marks["column.bias"]
+        assert marks["column.bias"] == {**column, "rank_ordering": None, "sequence_parallel_enabled": None, "pad_size": 2}
+        assert marks["fused.weight"]["partition_stride"] == 2 and marks["row.weight"]["partition_dim"] == 1
+        assert not marks["row.bias"]["tensor_model_parallel"] and marks["row.bias"]["sequence_parallel_enabled"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = ParallelEmbedding(8, 4)
+        self.row = RowParallelLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False)
+        self.head.weight = self.embedding.weight
+
+
+def on_meta():
+    torch.manual_seed(7)
+    wanted = Tied()
+    with torch.device("meta"):
+        model = Tied()
+    assert all(p.is_meta for p in model.parameters())
+    torch.manual_seed(7)
+    materialize(model, "cpu")
+    assert model.head.weight is model.embedding.weight
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+    assert marks_of(model) == marks_of(wanted)
+
+
+def test_meta_then_materialise_equals_building_at_once(ranks):
+    ranks(on_meta, world_size=2, tp=2)
+
+
+def hook():
+    layer = ColumnParallelLinear(4, 5, gather_output=False, pad=True)
+    state = {"head.weight": torch.ones(5, 4), "head.bias": torch.ones(5)}
+    layer.preshard_hook(state, "head.weight")
+    return {k: tuple(v.shape) for k, v in state.items()}, state["head.bias"].tolist()
+
+
+def test_preshard_hook_pads_a_full_state_dict(ranks):
+    shapes, bias = ranks(hook, world_size=2, tp=2)[0]
+    assert shapes == {"head.weight": (6, 4), "head.bias": (6,)} and bias == [1, 1, 1, 1, 1, 0]
+
+
+def other_group():
+    layer = ColumnParallelLinear(4, 8, tensor_model_parallel_group=parallel_state.get_data_parallel_group())
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    return tuple(layer.weight.shape), copied(torch.ones(2, 4)).shape
+
+
+def test_another_group_than_the_tensor_parallel_one(ranks):
+    assert ranks(other_group, world_size=2, tp=1) == [((4, 4), (2, 8))] * 2
+
+
+def small_features():
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(4, 8, gather_output=False, skip_bias_add=True, keep_master_weight=True)
+    x = noise(3, 4, dtype=torch.float32)
+    output, bias = layer(x)
+    picked, _ = layer(x, slice_indices=torch.tensor([1]))
+    assert bias is layer.bias and torch.equal(whole(layer.weight.data, layer.weight), layer.master_weight)
+    assert torch.equal(output, F.linear(x, layer.weight)) and gap(picked, output[:, 1:2].detach()) <= 1e-6
+    partial = RowParallelLinear(8, 4, input_is_parallel=True, reduce_output=False, skip_bias_add=True)
+    y, bias = partial(output)
+    assert bias is partial.bias and torch.equal(y, F.linear(output, partial.weight))
+    padded = ColumnParallelLinear(4, 5, pad=True, keep_padded_output=True)(x)
+    assert padded.shape == (3, 6) and torch.equal(padded[:, 5], torch.zeros(3))
+
+
+def test_skipped_bias_master_weight_slices_partial_sums_and_kept_padding(ranks):
+    ranks(small_features, world_size=2, tp=2)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "output of 5": (lambda: ColumnParallelLinear(4, 5), ("5", "2")),
+    "input of 5": (lambda: RowParallelLinear(5, 4), ("5", "2")),
+    "vocabulary of 5": (lambda: ParallelEmbedding(5, 4), ("5", "2")),
+    "stride": (lambda: ColumnParallelLinear(4, 8, stride=3), ("8", "3")),
+    "gather and SP": (lambda: ColumnParallelLinear(4, 4, sequence_parallel_enabled=True), ("gather_output",)),
+    "SP and whole input": (lambda: RowParallelLinear(4, 4, sequence_parallel_enabled=True), ("input_is_parallel",)),
+    "features": (lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 3)), ("(2, 3)", "4")),
+    "parallel features": (lambda: RowParallelLinear(4, 4, input_is_parallel=True)(torch.ones(2, 4)), ("(2, 4)", "2")),
+    "sequence": (
+        lambda: RowParallelLinear(4, 4, input_is_parallel=True, sequence_parallel_enabled=True)(torch.ones(5, 1, 2)),
+        ("5", "2"),
+    ),
+    "sequence of ids": (lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(1, 5).long()), ("5", "2")),
+    "ordering": (lambda: ColumnParallelLinear(4, 4, rank_ordering=[0, 2]), ("0, 2", "2")),
+    "padding id": (lambda: ParallelEmbedding(4, 4, padding_idx=4), ("4",)),
+}
+ANYWHERE = {
+    "id too large": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, 8])), ("8",)),
+    "negative id": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, -1])), ("-1", "8")),
+    "float ids": (lambda: ParallelEmbedding(8, 4)(torch.ones(2)), ("float32",)),
+}
+
+
+def raising(name):
+    (BAD | ANYWHERE)[name][0]()
+
+
+@pytest.mark.parametrize("name", BAD | ANYWHERE)
+def test_errors_name_the_numbers_on_all_ranks(ranks, name):
+    for size in (1, 2) if name in ANYWHERE else (2,):
+        for error in ranks(raising, name, world_size=size, tp=size, return_exceptions=True):
+            assert isinstance(error, ValueError) and all(word in str(error) for word in (BAD | ANYWHERE)[name][1]), error
+
+
+def test_a_layer_without_a_world_falls_back_to_one_rank():
+    with pytest.warns(UserWarning, match="falling back"):
+        layer = ColumnParallelLinear(4, 5)
+    try:
+        assert layer(torch.ones(2, 4)).shape == (2, 5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def accelerated_ids():
+    layer = ParallelEmbedding(8, 4, device="meta", collect_output=False)
+    return layer(torch.zeros(2, 3, dtype=torch.long, device="meta")).shape
+
+
+def test_ids_off_the_host_are_not_looked_at(ranks):
+    assert ranks(accelerated_ids, world_size=2, tp=2) == [(2, 3, 4)] * 2

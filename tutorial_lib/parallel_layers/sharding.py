@@ -1,0 +1,129 @@
+"""How a full tensor is cut into the parts of the tensor-parallel ranks, and put together again: arithmetic, no talking.
+
+Initial weights, outputs that are gathered, and checkpoints all go by the same `Partition`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from . import parallel_state
+from .utils import ensure_divisibility
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The cut of a tensor along one dimension, in which one or several fused matrices lie one behind the other.
+
+    Each matrix (q, k, v; gate, up) is cut for itself, so that every rank holds matching rows of all of them. With two
+    matrices of 4 rows and 2 ranks, rank 0 holds rows 0, 1 of both and rank 1 rows 2, 3 of both.
+
+    Attributes:
+        dim: the dimension that is cut.
+        sizes: the size of each fused matrix along it, in the full tensor and without padding.
+        parts: how many ranks share the tensor.
+        replicas: for each matrix, how many neighbouring ranks hold the same part of it (key and value heads that are
+            fewer than ranks); by default 1.
+        pad: zeros that lie behind each matrix so that the cut comes out even.
+        order: the place of each rank's part, where that is not the rank.
+
+    Raises:
+        ValueError: a size that does not divide, or an order that is no permutation, with the numbers.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    parts: int
+    replicas: tuple[int, ...] = ()
+    pad: int = 0
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "replicas", self.replicas or (1,) * len(self.sizes))
+        for size, replicas in zip(self.sizes, self.replicas, strict=True):
+            ensure_divisibility(self.parts, replicas, "ranks over ranks that share a part")
+            ensure_divisibility(size + self.pad, self.parts // replicas, "size over parts")
+        if self.order is not None and sorted(self.order) != list(range(self.parts)):
+            raise ValueError(f"rank_ordering {self.order} is no permutation of the {self.parts} ranks")
+
+    @property
+    def trivial(self) -> bool:
+        """True if the parts in rank order are the tensor as it stands."""
+        return len(self.sizes) == 1 and self.replicas == (1,) and not self.pad and self.order is None
+
+    @property
+    def local_sizes(self) -> tuple[int, ...]:
+        """The size of each matrix's part on one rank, padding included."""
+        return tuple((size + self.pad) * r // self.parts for size, r in zip(self.sizes, self.replicas))
+
+    def place(self, rank: int) -> int:
+        """The number of the part that `rank` holds."""
+        return rank if self.order is None else self.order[rank]
+
+    def real_size(self, rank: int) -> int:
+        """How much of a single matrix's part on `rank` is not padding."""
+        (local,), (size,) = self.local_sizes, self.sizes
+        return min(max(size - self.place(rank) * local, 0), local)
+
+    def shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of `rank`, as a copy. `full` may come with its padding or without.
+
+        Raises:
+            ValueError: `full` has another size.
+        """
+        matrices = self.padded(full).split([size + self.pad for size in self.sizes], self.dim)
+        place = self.place(rank)
+        pieces = [
+            matrix.narrow(self.dim, place // replicas * local, local)
+            for matrix, local, replicas in zip(matrices, self.local_sizes, self.replicas)
+        ]
+        return torch.cat(pieces, self.dim)
+
+    def merge(self, shards: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The full tensor, without padding, from the parts of all ranks in rank order. Differentiable."""
+        by_place = sorted(range(self.parts), key=self.place)
+        columns = zip(*(shards[rank].split(self.local_sizes, self.dim) for rank in by_place), strict=True)
+        return torch.cat(
+            [
+                torch.cat(pieces[::replicas], self.dim).narrow(self.dim, 0, size)
+                for pieces, replicas, size in zip(columns, self.replicas, self.sizes)
+            ],
+            self.dim,
+        )
+
+    def padded(self, full: torch.Tensor) -> torch.Tensor:
+        """`full` with the zeros behind each of its matrices, or as it is where it has them.
+
+        Raises:
+            ValueError: `full` has neither the padded size nor the real one.
+        """
+        real, found = sum(self.sizes), full.size(self.dim)
+        with_padding = real + self.pad * len(self.sizes)
+        if found == with_padding:
+            return full
+        if found != real:
+            raise ValueError(
+                f"dimension {self.dim} of a tensor of shape {tuple(full.shape)} has size {found}, not {real}"
+                + (f" (or {with_padding} with padding)" if self.pad else "")
+            )
+        shape = list(full.shape)
+        shape[self.dim] = self.pad
+        zeros = full.new_zeros(shape)
+        return torch.cat([piece for m in full.split(self.sizes, self.dim) for piece in (m, zeros)], self.dim)
+
+
+def partition_of(parameter: torch.Tensor) -> Partition | None:
+    """How a marked parameter is cut; None for a replicated one."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    dim, parts, order = parameter.partition_dim, parameter.num_partitions, parameter.rank_ordering
+    parts = parallel_state.get_tensor_model_parallel_size() if parts < 1 else parts
+    pad = getattr(parameter, "pad_size", 0)
+    sizes = getattr(parameter, "partition_sizes", None)
+    if sizes is None:
+        stride = parameter.partition_stride
+        ensure_divisibility(parameter.size(dim), stride, "size of a part over its stride")
+        sizes = (parameter.size(dim) // stride * parts - pad,) * stride
+    replicas = getattr(parameter, "partition_replicas", ())
+    return Partition(dim, tuple(sizes), parts, tuple(replicas), pad, None if order is None else tuple(order))
+
