@@ -1,0 +1,261 @@
+"""From JSON lines to Megatron-LM's data set: `python -m data_scripts.preprocess_data`.
+
+Writes `PREFIX_KEY_document.bin` and `.idx` for each key, a document a line. A document without
+tokens is left out. The file is cut into blocks of bytes which worker processes read, tokenize and
+hand back in order, a few at a time: memory does not grow with the file, nor bytes change with the
+number of workers.
+"""
+
+import argparse
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from data_scripts.byte_pair import (
+    END_OF_DOCUMENT,
+    TRAINED_SIZE,
+    load_byte_pair,
+    train_byte_pair,
+)
+from data_scripts.json_lines import blocks, read_block
+from tutorial_lib.data.indexed_dataset import token_dtype
+from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
+
+log = logging.getLogger("data_scripts")
+
+AHEAD = 3  # blocks for each worker that may be finished or under way
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """What a worker has to know."""
+
+    input: Path
+    keys: tuple[str, ...]
+    vocab: Path
+    merges: Path
+    append_eod: bool
+
+
+def preprocess(
+    input: Path,
+    output_prefix: Path,
+    vocab: Path,
+    merges: Path,
+    *,
+    keys: tuple[str, ...] = ("text",),
+    append_eod: bool = False,
+    workers: int = 1,
+    log_interval: int = 100,
+    progress: bool = True,
+) -> dict[str, dict[str, int]]:
+    """Tokenize a file of JSON lines; for each key what was counted.
+
+    Args:
+        input: a JSON object a line.
+        output_prefix: of the files to write.
+        vocab, merges: the tokenizer's `vocab.json` and `merges.txt`.
+        keys: of the texts in the objects.
+        append_eod: end each document with `<|endoftext|>`.
+        workers: processes.
+        log_interval: documents between two updates of the bar.
+        progress: show it.
+
+    Returns:
+        `{key: {"documents", "empty_documents", "tokens", "vocab_size", "eod"}}`.
+
+    Raises:
+        FileNotFoundError: no input or no tokenizer.
+        ValueError: a line is no object with these keys (with its number), or there is no text.
+    """
+    for name, value in (("workers", workers), ("log_interval", log_interval), ("keys", len(keys))):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+    if not input.is_file():
+        raise FileNotFoundError(f"no {input} to read")
+    tokenizer = load_byte_pair(vocab, merges)
+    vocab_size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_DOCUMENT)
+    job = Tokenize(input, keys, vocab, merges, append_eod)
+    bar = tqdm(total=input.stat().st_size, unit="B", unit_scale=True, disable=not progress)
+    shown = done = read = 0
+    with ExitStack() as stack:
+        stack.enter_context(bar)
+        builders = [
+            stack.enter_context(
+                IndexedDatasetBuilder(
+                    f"{output_prefix}_{key}_document", token_dtype(vocab_size), vocab_size
+                )
+            )
+            for key in keys
+        ]
+        for stop, texts in _in_order(job, tokenizer, workers):
+            for builder, (tokens, lengths, empty) in zip(builders, texts):
+                builder.add_documents(tokens, lengths)
+                builder.empty_documents += empty
+            done += len(lengths) + empty
+            read = stop
+            if done - shown >= log_interval:
+                shown = done
+                bar.set_postfix(documents=f"{done:,}", refresh=False)
+                bar.update(read - bar.n)
+        bar.update(read - bar.n)
+        for key, builder in zip(keys, builders):
+            if builder.num_tokens == 0:
+                raise ValueError(f"{input}: none of its {done:,} documents has text in {key!r}")
+    return {
+        key: {
+            "documents": done - builder.empty_documents,
+            "empty_documents": builder.empty_documents,
+            "tokens": builder.num_tokens,
+            "vocab_size": vocab_size,
+            "eod": eod,
+        }
+        for key, builder in zip(keys, builders)
+    }
+
+
+def _in_order(job: Tokenize, tokenizer: Tokenizer, workers: int) -> Iterator[tuple[int, list]]:
+    """(End of the block, its documents) for each block of the file."""
+    parts = blocks(job.input)
+    workers = min(workers, len(parts))
+    if workers <= 1:
+        with _one_core():
+            for block in parts:
+                yield block[1], _tokenize_block(job, tokenizer, *block)
+        return
+    # Spawned, not forked: a notebook's kernel runs threads.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
+        under_way = deque()
+        try:
+            for block in parts:
+                under_way.append((block[1], pool.submit(_work, *block)))
+                if len(under_way) == AHEAD * workers:
+                    stop, future = under_way.popleft()
+                    yield stop, future.result()
+            for stop, future in under_way:
+                yield stop, future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Else the tokenizer's threads would make one worker take all cores."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+_of_this_worker: tuple[Tokenize, Tokenizer]
+
+
+def _start_worker(job: Tokenize) -> None:
+    global _of_this_worker
+    _of_this_worker = job, load_byte_pair(job.vocab, job.merges)
+
+
+def _work(start: int, stop: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    with _one_core():
+        return _tokenize_block(*_of_this_worker, start, stop)
+
+
+def _tokenize_block(
+    job: Tokenize, tokenizer: Tokenizer, start: int, stop: int
+) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """(Tokens, lengths, empty documents) for each key, of the lines that begin in this block."""
+    eod = [tokenizer.token_to_id(END_OF_DOCUMENT)] if job.append_eod else []
+    dtype = token_dtype(tokenizer.get_vocab_size())
+    result = []
+    for column in read_block(job.input, job.keys, start, stop):
+        tokens, lengths = [], []
+        for encoding in tokenizer.encode_batch_fast(column, add_special_tokens=False):
+            if ids := encoding.ids:
+                tokens += ids
+                tokens += eod
+                lengths.append(len(ids) + len(eod))
+        empty = len(column) - len(lengths)
+        result.append((np.array(tokens, dtype), np.array(lengths, np.int32), empty))
+    return result
+
+
+def main() -> None:
+    """The command line, with the tutorial's options."""
+    parser = argparse.ArgumentParser(prog="data_scripts.preprocess_data", description=__doc__)
+    add = parser.add_argument
+    add("--input", type=Path, required=True, help="JSON lines")
+    add("--json-keys", nargs="+", default=["text"], help="keys of the texts; default: text")
+    add("--tokenizer-type", choices=["GPT2BPETokenizer"], default="GPT2BPETokenizer")
+    add("--vocab-file", "--vocab", type=Path, help="vocab.json; default: trained on the input")
+    add("--merge-file", type=Path, help="merges.txt; default: trained on the input")
+    add("--vocab-size", type=int, help=f"checked, or to train; default then: {TRAINED_SIZE}")
+    add("--append-eod", action="store_true", help=f"end each document with {END_OF_DOCUMENT}")
+    add("--output-prefix", type=Path, required=True)
+    add("--dataset-impl", choices=["mmap"], default="mmap")
+    add("--workers", type=int, default=1, help="processes; they do not change a byte")
+    add("--log-interval", type=int, default=100, help="documents between updates of the bar")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        _run(arguments)
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    vocab, merges = arguments.vocab_file, arguments.merge_file
+    keys = tuple(arguments.json_keys)
+    if (vocab is None) != (merges is None):
+        raise ValueError("--vocab-file and --merge-file go together, or are both trained")
+    if vocab is None:
+        if not arguments.input.is_file():
+            raise FileNotFoundError(f"no {arguments.input} to train on")
+        prefix = arguments.output_prefix
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        vocab, merges = (Path(f"{prefix}-{name}") for name in ("vocab.json", "merges.txt"))
+        size = TRAINED_SIZE if arguments.vocab_size is None else arguments.vocab_size
+        columns = (read_block(arguments.input, keys, *part) for part in blocks(arguments.input))
+        texts = (text for keyed in columns for column in keyed for text in column)
+        train_byte_pair(texts, vocab, merges, size)
+        log.info("trained %s and %s, %s tokens", vocab, merges, f"{size:,}")
+    else:
+        load_byte_pair(vocab, merges, arguments.vocab_size)
+    counts = preprocess(
+        arguments.input,
+        arguments.output_prefix,
+        vocab,
+        merges,
+        keys=keys,
+        append_eod=arguments.append_eod,
+        workers=arguments.workers,
+        log_interval=arguments.log_interval,
+    )
+    for key, count in counts.items():
+        log.info(
+            "%s_%s_document: %s documents, %s tokens, %s empty documents left out",
+            arguments.output_prefix,
+            key,
+            *(f"{count[name]:,}" for name in ("documents", "tokens", "empty_documents")),
+        )
+
+
+if __name__ == "__main__":
+    main()
