@@ -68,8 +68,9 @@ def execute(notebook: Path, output: Path | None = None, parameters: dict[str, ob
     """
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="kernels-") as kernels:
-        # A `python3` kernel that somebody registered for another environment must not win.
-        write_kernel_spec(Path(kernels) / "kernels" / "python3")
+        # A `python3` kernel that somebody registered for another environment must not win. Its warnings are about
+        # connections within this machine.
+        write_kernel_spec(Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(ENVIRONMENT, JUPYTER_PATH=kernels, PYTHONPATH=os.pathsep.join(paths))
         try:

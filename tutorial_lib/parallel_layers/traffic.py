@@ -7,8 +7,8 @@ import sys
 
 import psutil
 
-# struct tcp_info of linux/tcp.h, since Linux 4.19: tcpi_bytes_sent and tcpi_bytes_retrans.
-_BYTES_SENT, _SIZE = 200, 216
+# struct tcp_info of linux/tcp.h, since Linux 4.19: tcpi_notsent_bytes; tcpi_bytes_sent and tcpi_bytes_retrans.
+_NOT_SENT, _BYTES_SENT, _SIZE = 144, 200, 216
 
 
 def bytes_sent() -> int | None:
@@ -32,5 +32,6 @@ def bytes_sent() -> int | None:
         if len(info) < _SIZE:
             return None
         sent, again = struct.unpack_from("<QQ", info, _BYTES_SENT)
-        total += sent - again
+        (waiting,) = struct.unpack_from("<I", info, _NOT_SENT)
+        total += sent - again + waiting
     return total

@@ -1,12 +1,13 @@
 """The course's pictures, in one style. Each is drawn from values of the reader's own run."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from .tables import size
 
@@ -128,7 +129,8 @@ def bars(
         axes.set_xlabel("rank", fontsize=8)
         axes.set_xticks(range(len(values)))
         if nbytes:
-            axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 4, 5, 10]))
+            highest = max(map(max, [*measured.values(), *(expected or {}).values()]))
+            axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(highest, 1) / 5))))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     if expected:
         panels[0].legend(frameon=False, fontsize=8)

@@ -35,7 +35,8 @@ class Table:
             drawn = []
             for cell, right in zip(cells, self._right):
                 shown = f"<b>{html.escape(cell)}</b>" if marked else html.escape(cell)
-                drawn.append(f'<{tag} align="{"right" if right else "left"}">{shown}</{tag}>')
+                side = "right" if right else "left"  # the attribute is for GitHub, the style for JupyterLab
+                drawn.append(f'<{tag} align="{side}" style="text-align: {side}">{shown}</{tag}>')
             return f"<tr>{''.join(drawn)}{'<td><b>◀</b></td>' if marked else ''}</tr>"
 
         body = "\n".join(line(row, "td", i in self.marked) for i, row in enumerate(self.rows))

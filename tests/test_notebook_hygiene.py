@@ -1,0 +1,197 @@
+"""What every committed notebook has to look like, and that the rules themselves notice what they are for."""
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from notebooks import clean, run
+
+NOTEBOOKS = run.select([])
+BEATS = ["Parameters", "Start the mesh", "The picture", "Predict", "Build", "See", "Prove", "Your turn"]  # below the title
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+MAX_LINES, MAX_COLUMNS, MAX_CELLS, MAX_WORDS = 25, 100, 90, 2500
+
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(nb):
+    return [cell for cell in nb.cells if cell.cell_type == "code"]
+
+
+def tagged(nb, prefix):
+    tags = (tag for cell in nb.cells for tag in cell.metadata.get("tags", []))
+    return [tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)]
+
+
+@each
+def test_parameters_are_typed_commented_literals_in_one_cell(path):
+    nb = read(path)
+    cells = [cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(cells) == 1
+    for statement in ast.parse(cells[0].source).body:
+        line = cells[0].source.splitlines()[statement.lineno - 1]
+        assert isinstance(statement, ast.AnnAssign) and statement.value is not None, f"not `name: type = value`: {line}"
+        ast.literal_eval(statement.value)  # nothing derived
+    found = papermill.inspect_notebook(str(path))
+    assert all(parameter["help"] for parameter in found.values()), "every parameter needs a comment behind it"
+    assert {"backend", "world_size", "tp_size", "output_dir"} <= found.keys()
+
+
+@each
+def test_nine_beats(path):
+    headings = [line for cell in read(path).cells if cell.cell_type == "markdown" for line in _headings(cell.source)]
+    titles = [line for line in headings if line.startswith("# ")]
+    beats = [line.removeprefix("## ") for line in headings if line.startswith("## ")]
+    assert len(titles) == 1 and headings[0] == titles[0], "one title, first"
+    assert [beat.split(":")[0] for beat in beats] == BEATS
+    assert not any(line.startswith("####") for line in headings), "three levels of headings are enough"
+
+
+def _headings(text: str) -> list[str]:
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [line for line in outside.splitlines() if line.startswith("#")]
+
+
+@each
+def test_cells_are_small_and_plain(path):
+    nb = read(path)
+    for cell in code_cells(nb):
+        lines = cell.source.splitlines()
+        assert len(lines) <= MAX_LINES, f"{len(lines)} lines in the cell that begins with {lines[0]!r}"
+        assert not [line for line in lines if len(line) > MAX_COLUMNS], f"a long line in the cell {lines[0]!r}"
+        assert not re.search(r"--noblock|tqdm\.auto|^!|^%%bash|ipywidgets", cell.source, re.MULTILINE), cell.source
+    words = sum(len(cell.source.split()) for cell in nb.cells if cell.cell_type == "markdown")
+    assert len(nb.cells) <= MAX_CELLS and words <= MAX_WORDS, f"{len(nb.cells)} cells, {words} words"
+
+
+@each
+def test_last_cell_closes_the_mesh(path):
+    assert read(path).cells[-1].source.strip().endswith("mesh.close()")
+
+
+@each
+def test_every_exercise_has_a_check_and_a_solution(path):
+    nb = read(path)
+    exercises = tagged(nb, "exercise:")
+    assert exercises and exercises == tagged(nb, "check:") == tagged(nb, "solution:")
+
+
+@each
+def test_links_resolve(path):
+    for cell in read(path).cells:
+        for found in LINK.findall(cell.source) if cell.cell_type == "markdown" else []:
+            target = (found[0] or found[1]).partition("#")[0]
+            if target and not re.match(r"https?://|data:", target):
+                assert (path.parent / target).exists(), f"{target} does not exist"
+
+
+@each
+def test_outputs_are_clean(path):
+    assert clean.faults(read(path)) == []
+
+
+@each
+def test_outputs_are_fresh(path):
+    changed = clean.changes(read(path))
+    assert not changed, (
+        f"{path.stem} was not executed since {', '.join(changed)} changed: run `make notebooks` "
+        f"(or `python -m notebooks.run refresh {path.stem[:2]}`)"
+    )
+
+
+# --- the rules ---------------------------------------------------------------------------------------------------
+
+
+def executed(*outputs, source="print(1)", count=1, tags=()):
+    cell = new_code_cell(source, execution_count=count, outputs=list(outputs), metadata={"tags": list(tags)} if tags else {})
+    return new_notebook(cells=[new_markdown_cell("# Title"), cell])
+
+
+PRINTED = new_output("stream", name="stdout", text="1\n")
+ERROR = new_output("error", ename="ValueError", evalue="3", traceback=["ValueError: 3"])
+
+
+@pytest.mark.parametrize(
+    "nb, fault",
+    [
+        (executed(PRINTED, count=2), "execution counts"),
+        (executed(), "no outputs"),
+        (executed(ERROR), "ends in ValueError: 3"),
+        (executed(new_output("stream", name="stderr", text="careful")), "stderr: careful"),
+        (executed(new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}})), "widget"),
+        (executed(new_output("stream", name="stdout", text="wrote /home/reader/x.pt")), "/home/reader"),
+        (executed(new_output("stream", name="stdout", text=f"wrote {clean.ROOT}/x.pt")), str(clean.ROOT)),
+        (executed(new_output("display_data", {"text/html": "<a href='/tmp/x'>"})), "/tmp/x"),
+        (executed(new_output("stream", name="stdout", text="x" * clean.MAX_BYTES)), "more than 307,200"),
+    ],
+)
+def test_faults_are_found(nb, fault):
+    assert any(fault in found for found in clean.faults(nb)), clean.faults(nb)
+
+
+def test_faultless_outputs_have_no_faults():
+    assert clean.faults(executed(PRINTED)) == []
+    assert clean.faults(executed(ERROR, tags=["raises-exception"])) == []
+    picture = new_output("display_data", {"image/png": "abc/home/reader/"})
+    assert clean.faults(executed(picture)) == []
+    assert clean.faults(executed(new_output("stream", name="stdout", text="~/home/x and data/home/y"))) == []
+
+
+def test_cleaning_keeps_outputs_and_drops_traces_of_the_run():
+    first = new_output("stream", name="stdout", text="a")
+    nb = executed(first, new_output("stream", name="stdout", text="b"), new_output("stream", name="stderr", text="c"), count=7)
+    nb.cells[1].metadata.update(papermill={"duration": 1}, execution={"x": 1}, tags=["parameters"], nbmake={"mock": {"steps": 2}})
+    nb.cells.insert(1, new_code_cell("steps = 3", metadata={"tags": ["injected-parameters"]}))
+    nb.metadata.update(papermill={}, widgets={}, kernelspec={"name": "mine"}, language_info={"version": "3.11.7"})
+    done = clean.clean(nb)
+    assert nb.cells[1].source == "steps = 3", "the argument is left alone"
+    assert done.metadata == {
+        "kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"},
+        "language_info": {"name": "python"},
+    }
+    (cell,) = code_cells(done)
+    assert cell.metadata == {"tags": ["parameters"], "nbmake": {"mock": {"steps": 2}}}
+    assert cell.execution_count == 1
+    assert [(output.name, output.text) for output in cell.outputs] == [("stdout", "ab"), ("stderr", "c")]
+    assert clean.clean(done) == done
+
+
+def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(clean, "ROOT", tmp_path)
+    files = {
+        "tutorial_lib/__init__.py": "",
+        "tutorial_lib/a.py": "from . import b\nfrom .sub.c import thing",
+        "tutorial_lib/b.py": "def late():\n    import data_scripts.prepare",
+        "tutorial_lib/sub/__init__.py": "'''Not empty.'''",
+        "tutorial_lib/sub/c.py": "from ..d import x",
+        "tutorial_lib/d.py": "x = 1",
+        "tutorial_lib/unrelated.py": "y = 1",
+        "data_scripts/prepare.py": "import os",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    nb = new_notebook(cells=[new_code_cell("%%px\nfrom tutorial_lib import a\n%px x = 1"), new_markdown_cell("text")])
+    nb.metadata[clean.KEY] = {"executed_from": clean.fingerprint(nb)}
+    assert list(nb.metadata[clean.KEY]["executed_from"]) == [
+        "code cells", "data_scripts/prepare.py", "tutorial_lib/a.py", "tutorial_lib/b.py", "tutorial_lib/d.py",
+        "tutorial_lib/sub/__init__.py", "tutorial_lib/sub/c.py",
+    ]  # fmt: skip
+    assert clean.changes(nb) == []
+    nb.cells[1].source = "other text"
+    (tmp_path / "tutorial_lib/unrelated.py").write_text("y = 2")
+    assert clean.changes(nb) == []
+    (tmp_path / "tutorial_lib/d.py").write_text("x = 2")
+    assert clean.changes(nb) == ["tutorial_lib/d.py"]
+    nb.cells[0].source += "\nprint(1)"
+    assert clean.changes(nb) == ["code cells", "tutorial_lib/d.py"]
+    assert "code cells" in clean.changes(new_notebook(cells=nb.cells)), "never executed by refresh"

@@ -1,0 +1,99 @@
+"""Every notebook as a reader runs it: with other parameters, with bad ones, and with exercises solved well and ill."""
+
+import json
+import re
+
+import nbformat
+import pytest
+from papermill.exceptions import PapermillExecutionError
+
+from notebooks import run
+
+from .notebook_cases import BAD_PARAMETERS, MISTAKES, PARAMETER_SETS, QUICK
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NAMES = [path.stem for path in run.select([])]
+
+
+def test_every_notebook_has_its_cases():
+    for cases in (PARAMETER_SETS, BAD_PARAMETERS, MISTAKES, QUICK):
+        assert sorted(cases) == NAMES
+    assert all(len(sets) >= 3 for sets in PARAMETER_SETS.values())
+    assert all(MISTAKES.values()) and all(BAD_PARAMETERS.values())
+
+
+def cases(table):
+    return [pytest.param(name, case, id=f"{name}-{i}") for name, each in table.items() for i, case in enumerate(each)]
+
+
+def execute(nb_or_name, tmp_path, parameters):
+    """Executes into `tmp_path` and returns the notebook, and what it wrote to results.json."""
+    path = tmp_path / "in.ipynb"
+    if isinstance(nb_or_name, str):
+        path = run.FOLDER / f"{nb_or_name}.ipynb"
+    else:
+        nbformat.write(nb_or_name, path)
+    nb = run.execute(path, tmp_path / "out.ipynb", {**parameters, "output_dir": str(tmp_path / "out")})
+    return nb, json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name, parameters", cases(PARAMETER_SETS))
+def test_runs_with_other_parameters(name, parameters, tmp_path):
+    nb, results = execute(name, tmp_path, parameters)
+    assert results["claims"] and all(claim["passed"] for claim in results["claims"])
+    assert parameters.items() <= results["results"]["parameters"].items()
+    assert not [o for cell in nb.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("name, case", cases(BAD_PARAMETERS))
+def test_bad_parameters_end_in_a_value_error_with_the_numbers_before_any_rank_starts(name, case, tmp_path):
+    parameters, numbers = case
+    with pytest.raises(PapermillExecutionError) as caught:
+        execute(name, tmp_path, parameters)
+    assert caught.value.ename == "ValueError"
+    assert all(str(number) in caught.value.evalue for number in numbers), caught.value.evalue
+    ran = nbformat.read(tmp_path / "out.ipynb", 4)
+    printed = [o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
+    assert not printed, "the ranks report as they start"
+
+
+def tagged(nb, prefix):
+    """Cells by what follows the prefix in their tags."""
+    return {
+        tag.removeprefix(prefix): cell
+        for cell in nb.cells
+        for tag in cell.metadata.get("tags", [])
+        if tag.startswith(prefix)
+    }
+
+
+def verdicts(name, answers, tmp_path):
+    """What the checks print if these answers, by exercise, are written into the notebook."""
+    nb = nbformat.read(run.FOLDER / f"{name}.ipynb", 4)
+    for exercise, cell in tagged(nb, "exercise:").items():
+        cell.source = answers.get(exercise, cell.source)
+    ran, _ = execute(nb, tmp_path, QUICK[name])
+    return {
+        exercise: "".join(o.text for o in cell.outputs if o.output_type == "stream")
+        for exercise, cell in tagged(ran, "check:").items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checks_accept_the_solutions(name, tmp_path):
+    nb = nbformat.read(run.FOLDER / f"{name}.ipynb", 4)
+    solutions = {
+        exercise: re.search(r"```python\n(.*?)\n```", cell.source, re.DOTALL)[1]
+        for exercise, cell in tagged(nb, "solution:").items()
+    }
+    found = verdicts(name, solutions, tmp_path)
+    assert found.keys() == solutions.keys()
+    assert all(text.strip().endswith(": correct") for text in found.values()), found
+
+
+@pytest.mark.parametrize("name, mistakes", cases(MISTAKES))
+def test_checks_reject_mistakes_and_say_what_is_wrong(name, mistakes, tmp_path):
+    answers = {exercise: answer for exercise, (answer, _) in mistakes.items()}
+    found = verdicts(name, answers, tmp_path)
+    for exercise, (_, explanation) in mistakes.items():
+        assert "correct" not in found[exercise] and explanation in found[exercise], found[exercise]

@@ -1,0 +1,77 @@
+"""The command that executes notebooks: what it reports, and that a failure is one."""
+
+import json
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from notebooks import run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of notebooks without ranks: 00 is well, 01 fails, and both write what they were given."""
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(run, "EXECUTED", tmp_path / "executed")
+    parameters = f'steps: int = 2  # how many\noutput_dir: str = "{tmp_path / "out"}"  # where'
+    body = (
+        "from tutorial_lib import show\nclaims = show.Claims(output_dir, dict(steps=steps))\n"
+        "claims.add('steps', steps, steps)\nprint(steps)"
+    )
+    for name, last in {"00_well": body, "01_ill": f"{body}\nclaims.add('wrong', 1, 2)"}.items():
+        cells = [new_code_cell(parameters, metadata={"tags": ["parameters"]}), new_code_cell(last)]
+        metadata = {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
+        nbformat.write(new_notebook(cells=cells, metadata=metadata), tmp_path / f"{name}.ipynb")
+    return tmp_path
+
+
+def test_tutorials_tries_all_reports_each_and_fails_if_one_did(folder, capsys):
+    assert run.main(["tutorials"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("00_well") and first.endswith("s  1 of 1 claims hold")
+    assert second.startswith("01_ill") and "ClaimError: wrong: measured 1, expected 2" in second
+    assert {path.name for path in (folder / "executed").iterdir()} == {
+        "00_well.ipynb", "00_well.html", "01_ill.ipynb", "01_ill.html"
+    }  # fmt: skip
+    assert "ClaimError" in (folder / "executed" / "01_ill.html").read_text()
+
+
+def test_parameters_and_a_subset(folder, capsys):
+    assert run.main(["tutorials", "00", "-p", "steps", "5"]) == 0
+    assert json.loads((folder / "out" / "results.json").read_text())["results"]["parameters"] == {"steps": 5}
+    assert not (folder / "executed" / "01_ill.ipynb").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["tutorials", "07"], "'07'; there are 00_well, 01_ill"), (["tutorials", "-p", "step", "5"], "no parameter 'step'")],
+)
+def test_unknown_names_are_refused(folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        run.main(arguments)
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_refresh_writes_back_what_is_clean_and_nothing_else(folder, capsys):
+    before = (folder / "01_ill.ipynb").read_bytes()
+    assert run.main(["refresh"]) == 1
+    well = nbformat.read(folder / "00_well.ipynb", 4)
+    assert well.cells[1].outputs[0].text == "2\n" and "papermill" not in well.cells[1].metadata
+    assert "tutorial_lib/show/claims.py" in well.metadata["tutorial_lib"]["executed_from"]
+    assert (folder / "01_ill.ipynb").read_bytes() == before
+    written = (folder / "00_well.ipynb").read_bytes()
+    assert run.main(["refresh", "00"]) == 0
+    assert (folder / "00_well.ipynb").read_bytes() == written
+
+
+def test_refresh_refuses_outputs_that_a_reader_should_not_see(folder, capsys):
+    nb = nbformat.read(folder / "00_well.ipynb", 4)
+    nb.cells[1].source = "import sys\nprint('careful', file=sys.stderr)"
+    nbformat.write(nb, folder / "00_well.ipynb")
+    assert run.main(["refresh", "00"]) == 1
+    assert "cell 2 writes to stderr: careful" in capsys.readouterr().out
+
+
+def test_values_of_parameters():
+    assert [run._value(text) for text in ("2", "0.5", "True", "tiny", "a/b", "'2'")] == [2, 0.5, True, "tiny", "a/b", "2"]
