@@ -24,19 +24,17 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.T
     return list({id(p): p for p in parameters}.values())
 
 
-def bucketed(tensors: Iterable[torch.Tensor], cap_mb: float = BUCKET_CAP_MB) -> list[list[torch.Tensor]]:
-    """Runs of tensors of one dtype and device that are to travel together, of `cap_mb` (10⁶ bytes) at most each."""
-    buckets: list[list[torch.Tensor]] = []
-    room: dict[tuple, tuple[list, float]] = {}
-    for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        bucket, left = room.get(kind, (None, 0.0))
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket is None or nbytes > left:
+def buckets_of(tensors: list[torch.Tensor], cap_mb: float = BUCKET_CAP_MB) -> list[list[int]]:
+    """The places of tensors that are to travel together: one dtype each and, save for a single tensor, `cap_mb` (10⁶ B)."""
+    buckets: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], float]] = {}  # the bucket and the bytes left in it
+    for place, tensor in enumerate(tensors):
+        bucket, left = filling.get(tensor.dtype, (None, 0.0))
+        if bucket is None or tensor.nbytes > left:
             bucket, left = [], cap_mb * 1e6
             buckets.append(bucket)
-        bucket.append(tensor)
-        room[kind] = bucket, left - nbytes
+        bucket.append(place)
+        filling[tensor.dtype] = bucket, left - tensor.nbytes
     return buckets
 
 
@@ -54,11 +52,13 @@ def all_reduce_bucketed(
         tensors: the same shapes in the same order on every rank of the group.
         reduce_dtype: the dtype to sum and scale in; by default the tensor's own.
     """
+    tensors = list(tensors)
     if parallel_state.axis_of(groups).size == 1:
         if scale != 1.0:
-            torch._foreach_mul_(list(tensors), scale)
+            torch._foreach_mul_(tensors, scale)
         return
-    for bucket in bucketed(tensors, cap_mb):
+    for places in buckets_of(tensors, cap_mb):
+        bucket = [tensors[place] for place in places]
         flat = torch.cat([t.reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
         flat = comm.all_reduce("sum", flat if reduce_dtype is None else flat.to(reduce_dtype), groups)
         if scale != 1.0:

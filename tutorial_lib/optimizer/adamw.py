@@ -1,0 +1,154 @@
+"""AdamW whose state is float32 at least, and the groups of parameters that it decays or not."""
+
+import math
+
+import torch
+from torch import nn
+
+
+class AdamW_FP32OptimParams(torch.optim.Optimizer):
+    """The tutorials' AdamW: moments in float32 (float64 for such parameters) whatever dtype the gradients have.
+
+    With gradient g at step t, in the arithmetic of the state:
+
+        m ← β₁ m + (1 - β₁) g              v ← β₂ v + (1 - β₂) g²
+        p ← p - α m / (√v + ε)             α = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without `correct_bias`
+        p ← p - lr · weight_decay · p      after the update, with plain lr
+
+    (Kingma and Ba, 2015, end of section 2; Loshchilov and Hutter, 2019). `torch.optim.AdamW` adds ε to the corrected
+    √v, so its ε is this one over √(1 - β₂ᵗ), and it decays before the update; for ε = 0 and no decay the two agree.
+
+    A bfloat16 parameter is updated in float32 and rounded, so small updates are lost: put the optimizer under
+    `NeuronZero1Optimizer`, which keeps a float32 master.
+
+    Args:
+        params: parameters or groups of them.
+        lr: a float, or a tensor on the parameters' device.
+        betas, eps, weight_decay: as above.
+        correct_bias: see α.
+        no_deprecation_warning: accepted and ignored.
+
+    The step count is a tensor on the parameter's device: a number that changes from step to step would make XLA compile
+    each step anew.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        no_deprecation_warning: bool = True,
+    ):
+        if lr < 0:
+            raise ValueError(f"lr {lr} is below 0")
+        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ValueError(f"betas {betas} are not both in [0, 1)")
+        if eps < 0:
+            raise ValueError(f"eps {eps} is below 0")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay {weight_decay} is below 0")
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. Parameters without a gradient are left alone, decay included."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple, list[torch.Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ValueError("AdamW_FP32OptimParams takes no sparse gradients")
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    state["exp_avg"] = torch.zeros_like(p, dtype=dtype)
+                    state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype)
+                alike.setdefault((p.device, p.dtype), []).append(p)
+            for parameters in alike.values():
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[torch.Tensor], group: dict) -> None:
+        """Steps parameters of one dtype and device together, each operation over all of them at once."""
+        beta1, beta2 = group["betas"]
+        states = [self.state[p] for p in parameters]
+        steps, m, v = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
+        wide = m[0].dtype
+        grads = [p.grad.to(wide) for p in parameters]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(m, grads, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(m, denominators)
+        lr = torch.as_tensor(group["lr"], dtype=wide, device=parameters[0].device)
+        torch._foreach_mul_(updates, self._step_sizes(steps, lr, group) if group["correct_bias"] else [lr] * len(steps))
+        masters = parameters if parameters[0].dtype == wide else [p.to(wide) for p in parameters]
+        torch._foreach_sub_(masters, updates)
+        if group["weight_decay"]:
+            torch._foreach_mul_(masters, 1 - lr * group["weight_decay"])
+        if masters is not parameters:
+            torch._foreach_copy_(parameters, masters)
+
+    @staticmethod
+    def _step_sizes(steps: list[torch.Tensor], lr: torch.Tensor, group: dict) -> list[torch.Tensor]:
+        """α of each parameter."""
+        t = torch.stack(steps).to(lr.dtype)
+        # 1 - βᵗ, exact where βᵗ is close to 1.
+        corrections = [-torch.expm1(t * math.log(beta)) if beta else torch.ones_like(t) for beta in group["betas"]]
+        return list((lr * corrections[1].sqrt() / corrections[0]).unbind())
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads a state as it was saved: torch alone would round the moments to the dtype of the parameters."""
+        super().load_state_dict(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(indices, parameters):
+            for key, value in state_dict["state"].get(index, {}).items():
+                self.state[p][key] = value.detach().to(p.device, copy=True)
+
+
+NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True for torch's normalisations and for classes named after one (`LlamaRMSNorm`), which derive from none."""
+    return isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
+
+
+def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two parameter groups: all weights with decay; biases and what belongs to a normalisation without.
+
+    It is the type of the module that counts, not a parameter's name: "LayerNorm.weight" does not contain "norm". A tied
+    parameter goes where its first module puts it. Frozen parameters are included.
+
+    Returns:
+        `[{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}]`.
+    """
+    decayed, plain = {}, {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in decayed and id(parameter) not in plain:
+                free = is_norm(module) or name.endswith("bias")
+                (plain if free else decayed)[id(parameter)] = parameter
+    return [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(plain.values()), "weight_decay": 0.0},
+    ]
