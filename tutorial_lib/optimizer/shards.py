@@ -29,6 +29,11 @@ def take_shard(tensor: torch.Tensor, rank: int, size: int, dtype: torch.dtype) -
     return as_rows(tensor.detach(), size)[rank].to(dtype, copy=True)
 
 
+def join_shards(shards: list[torch.Tensor], shape: tuple[int, ...] | list[int]) -> torch.Tensor:
+    """The tensor of that shape that the shards of all ranks, in rank order, were taken from."""
+    return torch.cat(shards)[: torch.Size(shape).numel()].view(shape)
+
+
 def reduce_scatter_mean(
     tensors: list[torch.Tensor], dtypes: list[torch.dtype], groups: comm.Groups, cap_mb: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
