@@ -26,16 +26,17 @@ import sys
 import tempfile
 import time
 import uuid
+from pathlib import Path
 
 import ipyparallel as ipp
-import psutil
 import torch
 from IPython import get_ipython
+from traitlets.config import Config
 
 from tutorial_lib import engine, mesh_magics, reaper
 from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
 from tutorial_lib.mesh_report import MeshError, RankError, describe_failure
-from tutorial_lib.mesh_watch import Rendezvous, Watch
+from tutorial_lib.mesh_watch import Rendezvous, Watch, is_alive
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
@@ -129,6 +130,9 @@ class Mesh:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt is for the kernel
         )
+        config = Config()
+        # The engines' nannies would only tell ipyparallel of deaths that `Watch` sees by itself.
+        config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False"]
         self._cluster = ipp.Cluster(
             n=self.world_size,
             cluster_id=self._cluster_id,
@@ -139,15 +143,17 @@ class Mesh:
             delay=0,
             shutdown_atexit=False,
             log_level=logging.CRITICAL,
+            config=config,
         )
         self._cluster.start_cluster_sync()
-        self._client = self._cluster.connect_client_sync()
-        try:
-            self._client.wait_for_engines(self.world_size, timeout=START_TIMEOUT, interactive=False)
-        except (ipp.error.EngineError, ipp.error.TimeoutError) as error:
-            raise MeshError(f"{self.world_size} engines did not start: {error}") from error
         # Of an engine that this process started ipyparallel holds the process, and so its exit status.
         launched = {one.pid: one.process for group in self._cluster.engines.values() for one in group.launchers.values()}
+        self._client = self._cluster.connect_client_sync()
+        deadline = time.monotonic() + START_TIMEOUT
+        while len(self._client.ids) < self.world_size:
+            if time.monotonic() > deadline or not all(map(is_alive, launched.values())):
+                raise MeshError(f"{len(self._client.ids)} of {self.world_size} engines started. {self._log_tail()}")
+            time.sleep(0.05)
         places = {i: self._client[i].apply_sync(engine.whoami) for i in self._client.ids}
         by_place = sorted(places, key=lambda i: (places[i]["host"], places[i]["pid"]))
         self._views = [self._client[i] for i in by_place]
@@ -155,6 +161,7 @@ class Mesh:
         self._processes = [launched[pid] for pid in self.pids]
         hosts = [places[i]["host"] for i in by_place]
         stale = [name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]
+        booting = {}
         for rank, host in enumerate(hosts):
             environment = rank_environment(
                 self.backend,
@@ -168,7 +175,13 @@ class Mesh:
             )
             # The kernel serves the rendezvous, as torchrun's agent does: its port is bound before a rank hears of it.
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            self._views[rank].apply_sync(engine.boot, environment, stale)
+            booting[rank] = self._views[rank].apply_async(engine.boot, environment, stale)
+        self._wait(booting)
+
+    def _log_tail(self) -> str:
+        """The last lines that the processes of ipyparallel logged."""
+        lines = [line for log in sorted(Path(self._directory, "log").glob("*.log")) for line in log.read_text().splitlines()]
+        return "\n".join(["The last lines of their logs:", *lines[-10:]])
 
     def _join(self) -> None:
         """All ranks join a new process group, and show that they hear one another."""
@@ -240,7 +253,7 @@ class Mesh:
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
         tasks = {rank: self._views[rank].execute(cell, silent=False, block=False) for rank in ranks}
-        shown = mesh_magics.LiveOutput(self._client, tasks)
+        shown = mesh_magics.LiveOutput(tasks)
         try:
             self._wait(tasks, shown.tick)
         finally:

@@ -12,6 +12,7 @@ from IPython.display import publish_display_data
 
 from tutorial_lib.mesh_report import RankError, as_shown, by_rank
 
+OUTPUT_TIMEOUT = 5.0  # seconds that output may come later than the end of its cell
 LIVE_AFTER = 2.0  # seconds after which a cell's output on its first rank is shown as it comes
 
 
@@ -55,8 +56,8 @@ class LiveOutput:
     Notebooks that run without a reader (IPP_NONINTERACTIVE=1, ipyparallel's own switch) show everything at the end.
     """
 
-    def __init__(self, client, tasks: dict):
-        self._metadata = {rank: client.metadata[task.msg_ids[0]] for rank, task in tasks.items()}
+    def __init__(self, tasks: dict):
+        self._metadata = {rank: task.metadata for rank, task in tasks.items()}
         self._tasks = tasks
         self._first = min(tasks)
         self._began = time.monotonic()
@@ -80,7 +81,7 @@ class LiveOutput:
         """Called when the cell has ended, well or not."""
         for task in self._tasks.values():
             if task.ready():
-                task.wait_for_output(1)
+                task.wait_for_output(OUTPUT_TIMEOUT)
         texts = {}
         for rank, seen in self._metadata.items():
             text = seen["stdout"] + seen["stderr"]

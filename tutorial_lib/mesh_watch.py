@@ -109,7 +109,7 @@ class Watch:
 
     def _pending(self) -> list[int]:
         for rank in self._tasks.keys() - self.dead:
-            if not _is_alive(self._processes[rank]):
+            if not is_alive(self._processes[rank]):
                 self.dead.add(rank)
         return [rank for rank, task in self._tasks.items() if rank not in self.dead and not task.ready()]
 
@@ -143,7 +143,7 @@ class Watch:
         if self._rendezvous is not None:
             places = self._rendezvous.ask("where", pending)
             for measure in measures:
-                alive = [rank for rank, process in enumerate(self._processes) if _is_alive(process)]
+                alive = [rank for rank, process in enumerate(self._processes) if is_alive(process)]
                 if measure == "cut":
                     self._rendezvous.close_meeting()
                 self._rendezvous.ask(measure, alive if measure == "cut" else pending)
@@ -166,15 +166,15 @@ class Watch:
         try:
             self._tasks[rank].get(timeout=PATIENCE)
         except ipp.error.RemoteError as error:
-            if isinstance(error, ipp.error.CompositeError):
-                text = error.elist[0][2]
-            else:
-                text = error.traceback
-            return json.loads(text)
+            try:
+                return json.loads(error.traceback)
+            except ValueError:  # raised by IPython itself, such as for an unknown magic, and so without a traceback
+                return {"error": f"{error.ename}: {error.evalue}", "frames": [], "line": None, "waited_in": None}
         return None
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether the process runs still."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

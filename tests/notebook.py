@@ -1,0 +1,105 @@
+"""A notebook without a reader: cells run one by one in a kernel of their own, and what they leave behind is looked at."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import nbformat
+import psutil
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook
+
+ANSI = re.compile(r"\x1b\[")
+
+
+class Notebook:
+    """`with Notebook() as notebook: notebook.run("print(1)")`."""
+
+    def __init__(self, environment: dict[str, str] | None = None):
+        self._environment = os.environ | {"IPP_NONINTERACTIVE": "1"} | (environment or {})
+        self._client = NotebookClient(new_notebook(), timeout=60, kernel_name="python3")
+
+    def __enter__(self) -> "Notebook":
+        self._client.create_kernel_manager()
+        self._client.start_new_kernel(env=self._environment)
+        self._client.start_new_kernel_client()
+        self.kernel = psutil.Process(self._client.km.provisioner.pid)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._client._cleanup_kernel()
+
+    def run(self, source: str) -> str:
+        """Runs a cell and returns what it printed.
+
+        Raises:
+            AssertionError: it showed anything else than text on stdout.
+            CellExecutionError: the cell failed.
+        """
+        cell = new_code_cell(source)
+        self._client.nb.cells.append(cell)
+        try:
+            self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        finally:
+            self.outputs = cell.outputs
+        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), cell.outputs
+        return "".join(o.text for o in cell.outputs)
+
+    def fail(self, source: str, within: float) -> str:
+        """Runs a cell that has to fail within that many seconds, and returns the error as shown."""
+        began = time.monotonic()
+        try:
+            printed = self.run(source)
+        except CellExecutionError:
+            took = time.monotonic() - began
+        else:
+            raise AssertionError(f"the cell did not fail; it printed {printed!r}")
+        assert took < within, f"the cell took {took:.1f} s to fail, not {within} s at most"
+        (error,) = (o for o in self.outputs if o.output_type == "error")
+        text = "\n".join(error.traceback)
+        assert not ANSI.search(text), text
+        return text
+
+    def interrupt_after(self, seconds: float) -> None:
+        """What the stop button does, a while from now."""
+        threading.Timer(seconds, self.kernel.send_signal, [signal.SIGINT]).start()
+
+
+class Traces:
+    """The processes below a kernel, their listening ports and their files in /dev/shm, to be looked for later."""
+
+    def __init__(self, kernel: psutil.Process):
+        self.processes = kernel.children(recursive=True)
+        connections = [c for p in [kernel, *self.processes] for c in p.net_connections("tcp")]
+        self.ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        self._kernel_ports = {c.laddr.port for c in kernel.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        self.mine = {str(p.pid) for p in self.processes}
+
+    def assert_gone(self, within: float, ports: bool = True, kernel_too: bool = False) -> None:
+        """Fails unless all of it is gone after that many seconds.
+
+        Args:
+            ports: look at these, too; not if a new mesh is up by now that may have been given one of them.
+            kernel_too: the kernel is expected to be gone as well.
+        """
+        _, alive = psutil.wait_procs(self.processes, timeout=within)
+        assert not alive, [(p.pid, p.cmdline()) for p in alive]
+        for port in (self.ports if kernel_too else self.ports - self._kernel_ports) if ports else ():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        if os.path.isdir("/dev/shm"):
+            left = [n for n in os.listdir("/dev/shm") if self.mine & set(re.findall(r"\d+", n))]
+            assert not left
+
+
+def write(path, *cells: str, metadata: dict | None = None) -> str:
+    """Writes a notebook of these cells and returns its path."""
+    notebook = new_notebook(cells=[new_code_cell(c) for c in cells], metadata=metadata or {})
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+    return str(path)

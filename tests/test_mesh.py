@@ -1,0 +1,375 @@
+"""The mesh from a notebook: what its cells show, and every way in which ranks are known to go wrong."""
+
+import ast
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import psutil
+import pytest
+from nbclient.exceptions import DeadKernelError
+
+from tests.notebook import Notebook, Traces, write
+from tutorial_lib import reaper
+from tutorial_lib.launch import check_backend
+from tutorial_lib.mesh import Mesh
+from tutorial_lib.mesh_report import as_shown, by_rank, describe_failure
+
+SETUP = """
+from tutorial_lib.mesh import Mesh
+mesh = Mesh(world_size=4, tp_size=2, timeout=5)
+mesh.start()
+"""
+STALE = {
+    "RANK": "7", "LOCAL_RANK": "7", "WORLD_SIZE": "9", "LOCAL_WORLD_SIZE": "9", "GROUP_RANK": "3",
+    "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "stale",
+    "TORCHELASTIC_RESTART_COUNT": "5", "TORCHELASTIC_USE_AGENT_STORE": "False",
+}  # fmt: skip
+
+
+# ---- before anything starts ----
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"world_size": 4, "tp_size": 3}, ["4", "3", "divisible"]),
+        ({"world_size": 0}, ["world_size 0"]),
+        ({"world_size": 2.0}, ["world_size 2.0"]),
+        ({"world_size": True}, ["world_size True"]),
+        ({"world_size": 2, "tp_size": 0}, ["tp_size 0"]),
+        ({"world_size": 2, "threads": 0}, ["threads 0"]),
+        ({"world_size": 2, "timeout": 0}, ["timeout 0"]),
+        ({"world_size": 2, "backend": "tpu"}, ["'tpu'", "cpu, cuda, xla"]),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said):
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(ValueError) as error:
+        Mesh(**arguments)
+    assert all(word in str(error.value) for word in said), error.value
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_close_before_start_does_nothing():
+    mesh = Mesh(2)
+    mesh.close()
+    mesh.close()
+
+
+# ---- what is shown ----
+
+
+def test_equal_outputs_are_shown_once_and_all_in_rank_order():
+    assert by_rank({2: "a\n", 0: "a\n", 1: "b\n", 3: ""}, 4) == "[ranks 0, 2] a\n[rank 1] b"
+    assert by_rank({1: "x\n", 0: "x\n"}, 2) == "[all 2 ranks] x"
+    assert by_rank({0: "x\ny\n"}, 1) == "[rank 0]\nx\ny"
+    assert by_rank({0: "\n", 1: ""}, 2) == ""
+
+
+def test_text_is_shown_as_on_a_terminal_without_files_of_cells():
+    assert as_shown("0%\r50%\r100%\n") == "100%\n"
+    assert as_shown("done\r") == "done"
+    assert as_shown("/tmp/ipykernel_12/345.py:1: UserWarning: x") == "cell:1: UserWarning: x"
+    assert as_shown("[Gloo] Rank 0 is connected to 1 peer ranks\nkept") == "kept"
+
+
+def _report(error=None, waited_in=None, line="f()"):
+    return {"error": error, "frames": [f"cell, line 1: {line}"], "line": line, "waited_in": waited_in}
+
+
+def test_the_guilty_rank_comes_first_and_those_that_waited_share_a_line():
+    waited = _report("RuntimeError: Connection closed by peer", "all_reduce", "dist.all_reduce(x)")
+    text = describe_failure({0: waited, 1: _report("KeyError: 'k'"), 2: waited})
+    assert text == "rank 1: KeyError: 'k'\n  cell, line 1: f()\nranks 0, 2 waited in all_reduce (at: dist.all_reduce(x))"
+
+
+def test_a_rank_that_never_arrived_is_named():
+    waited = _report(None, "all_reduce", "dist.all_reduce(x)")
+    line = "ranks 0, 2 waited in all_reduce (at: dist.all_reduce(x)); "
+    assert describe_failure({0: waited, 2: waited}, [1]) == line + "rank 1 never arrived: the cell had ended there"
+    assert describe_failure({0: waited, 2: waited, 1: _report(line="spin()")}) == (
+        line + "rank 1 never arrived: still at: spin()"
+    )
+    assert "in different collectives" in describe_failure({0: waited, 1: _report(None, "broadcast")})
+
+
+# ---- one notebook, and what can happen in it, one thing after the other ----
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    with Notebook(STALE) as notebook:
+        notebook.run(SETUP)
+        yield notebook
+
+
+def test_ranks_are_up_and_in_order(notebook):
+    assert notebook.run("%%px\nprint(rank, world_size, device)") == "".join(f"[rank {r}] {r} 4 cpu\n" for r in range(4))
+    assert notebook.run("%px import os; print(os.environ['WORLD_SIZE'])") == "[all 4 ranks] 4\n"
+    assert notebook.run("%%px --rank 3,1\nprint('a\\nb')") == "[ranks 1, 3]\na\nb\n"
+    assert notebook.run("%%px --rank 2\nrank * 10") == "[rank 2] 20\n"
+    assert notebook.run("%%px\nimport sys\nprint('out'); print('err', file=sys.stderr)") == "[all 4 ranks]\nout\nerr\n"
+
+
+def test_push_and_gather(notebook):
+    notebook.run("mesh.push(steps=3, name='x')")
+    assert notebook.run("print(mesh.gather('steps * 10 + rank'))") == "[30, 31, 32, 33]\n"
+    assert notebook.run("print(mesh.gather('torch.ones(1, requires_grad=True) * rank')[3])") == "tensor([3.])\n"
+    assert notebook.fail("mesh.gather('nothing')", 5).startswith(
+        "RankError: ranks 0, 1, 2, 3: NameError: name 'nothing' is not defined"
+    )
+    assert "all-reduce is right" in notebook.run("mesh.check()")
+
+
+def test_axes_are_set_up_and_stale_variables_of_the_shell_are_gone(notebook):
+    notebook.run("%px from tutorial_lib.parallel_layers import parallel_state")
+    assert notebook.run("print(mesh.gather('parallel_state.get_tensor_model_parallel_rank()'))") == "[0, 1, 0, 1]\n"
+    notebook.run(f"mesh.push(names={list(STALE)})")
+    variables = notebook.run("print(mesh.gather('[os.environ.get(name) for name in names]'))")
+    got = dict(zip(STALE, ast.literal_eval(variables)[2]))
+    port = got.pop("MASTER_PORT")
+    assert got == {
+        "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": None, "TORCHELASTIC_RESTART_COUNT": None,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    assert port != "29500"
+
+
+def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
+    assert notebook.fail("%%px\nprint('before')\nraise KeyError('k')", 5) == (
+        "RankError: ranks 0, 1, 2, 3: KeyError: 'k'\n  cell, line 2: raise KeyError('k')"
+    )
+    assert notebook.outputs[0].text == "[all 4 ranks] before\n"
+    assert notebook.fail("%px 1 +", 5) == "RankError: ranks 0, 1, 2, 3: SyntaxError: invalid syntax\n  cell, line 1: 1 +"
+    assert notebook.fail("%px sys.exit(3)", 5).startswith("RankError: ranks 0, 1, 2, 3: SystemExit: 3")
+    assert notebook.fail("%px %nomagic", 5).startswith("RankError: ranks 0, 1, 2, 3: UsageError: Line magic function")
+    notebook.run("mesh.check()")
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "dist.all_reduce(x)",
+        "dist.all_reduce(x, group=held)",
+        "dist.barrier()",
+        "dist.new_group([0, 1, 2, 3])",
+        "dist.broadcast(x, src=1)",
+    ],
+)
+def test_one_rank_raises_while_the_others_wait(notebook, collective):
+    notebook.run("%px text = 'kept'; x = torch.ones(3); held = dist.new_group([0, 1, 2, 3])")
+    error = notebook.fail(f"%%px\nif rank == 1:\n    raise ValueError('only here')\n{collective}", 15)
+    lines = error.splitlines()
+    assert lines[0] == "RankError: rank 1: ValueError: only here"
+    assert lines[1] == "  cell, line 2: raise ValueError('only here')"
+    assert lines[2].startswith("ranks 0, 2, 3 waited in ") and f"(at: {collective})" in lines[2]
+    assert "mesh.reset()" in lines[3] and len(lines) == 4
+    assert notebook.fail("mesh.check()", 2) == "MeshError: the process group is closed: call mesh.reset()"
+    assert notebook.fail("%px dist.all_reduce(x)", 5).startswith("RankError: ranks 0, 1, 2, 3: ValueError: Default process")
+    assert notebook.run("%px print(text)") == "[all 4 ranks] kept\n"
+    assert "reset in" in notebook.run("mesh.reset()")
+    notebook.run("mesh.check()")
+
+
+def test_a_rank_that_raised_alone_may_be_out_of_step(notebook):
+    assert "mesh.reset()" in notebook.fail("%px if rank == 3: raise ValueError('alone')", 5)
+    notebook.run("mesh.reset()")
+
+
+def test_a_collective_that_one_rank_never_enters(notebook):
+    error = notebook.fail("%%px\nif rank != 2:\n    dist.all_reduce(torch.ones(3))", 15)
+    assert error.splitlines()[0] == (
+        "RankError: ranks 0, 1, 3 waited in all_reduce (at: dist.all_reduce(torch.ones(3))); "
+        "rank 2 never arrived: the cell had ended there"
+    )
+    notebook.run("mesh.reset()")
+
+
+def test_ranks_in_different_collectives(notebook):
+    cell = "%%px\nx = torch.ones(3)\ndist.all_reduce(x) if rank < 2 else dist.all_gather([x] * 4, x)"
+    assert "in different collectives" in notebook.fail(cell, 15)
+    notebook.run("mesh.reset()")
+
+
+@pytest.mark.parametrize("busy", ["while True: time.sleep(0.1)", "dist.all_reduce(x) if rank else time.sleep(60)"])
+def test_an_interrupt_ends_the_cell_on_all_ranks(notebook, busy):
+    notebook.run("%px import time; x = torch.ones(3)")
+    notebook.interrupt_after(1)
+    error = notebook.fail(f"%%px\n{busy}", 12)
+    assert error.startswith("KeyboardInterrupt")
+    assert "mesh.reset()" in error
+    notebook.run("mesh.reset()")
+    notebook.run("mesh.check()")
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_a_restart_helps(notebook):
+    notebook.run("import os, signal, threading; threading.Timer(1, os.kill, [mesh.pids[2], signal.SIGKILL]).start()")
+    error = notebook.fail("%%px\nwhile True: dist.all_reduce(torch.ones(3))", 15)
+    assert error.startswith("RankError: rank 2: the process was killed by SIGKILL")
+    assert "ranks 0, 1, 3 waited in all_reduce" in error and "mesh.restart()" in error
+    for call in ("mesh.reset()", "mesh.check()", "%px 1"):
+        assert "mesh.restart()" in notebook.fail(call, 2)
+    before = Traces(notebook.kernel)
+    assert "backend cpu, up in" in notebook.run("mesh.restart()")
+    before.assert_gone(within=1, ports=False)
+    notebook.run("mesh.check()")
+
+
+def test_wrong_use_of_px_fails_the_cell(notebook):
+    for line, said in (("--rank 4", "rank 4"), ("--rank x", "'x'"), ("--noblock", "--noblock")):
+        with pytest.raises(Exception, match="rank|unrecognized"):
+            notebook.run(f"%%px {line}\n1")
+        assert said in str(notebook.outputs)
+
+
+def test_set_up_twice_then_close_leaves_nothing(notebook):
+    first = Traces(notebook.kernel)
+    notebook.run(SETUP)
+    first.assert_gone(within=1, ports=False)
+    notebook.run("mesh.check()")
+    identity = notebook.run("print(mesh._cluster_id)").strip()
+    assert len(reaper.processes(identity)) >= 5
+    second = Traces(notebook.kernel)
+    assert len(second.processes) >= 6 and len(second.ports) > 10
+    notebook.run("mesh.close()\nmesh.close()")
+    second.assert_gone(within=1)
+    assert not reaper.processes(identity)
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(identity)]
+    assert notebook.fail("%px 1", 2) == "MeshError: no ranks are up: call mesh.start()"
+
+
+# ---- the kernel's end, and other runners ----
+
+
+def _command(*command: str, within: float) -> subprocess.CompletedProcess:
+    environment = os.environ | {"IPP_NONINTERACTIVE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=within, env=environment)
+    result.said = result.stdout + result.stderr
+    return result
+
+
+def _assert_no_processes(identity: str, within: float) -> None:
+    deadline = time.monotonic() + within
+    while left := reaper.processes(identity):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", ["import time; time.sleep(300)", "%px dist.all_reduce(x) if rank else time.sleep(300)"])
+def test_a_killed_kernel_leaves_nothing(busy):
+    with Notebook() as notebook:
+        notebook.run(SETUP)
+        notebook.run("%px import time; x = torch.ones(3)")
+        identity = notebook.run("print(mesh._cluster_id)").strip()
+        traces = Traces(notebook.kernel)
+        threading.Timer(1, notebook.kernel.kill).start()
+        with pytest.raises(DeadKernelError):
+            notebook.run(busy)
+        traces.assert_gone(within=10, kernel_too=True)
+        assert not reaper.processes(identity)
+        assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(identity)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [1.0, 2.0, 4.0, 6.0])
+def test_a_kernel_killed_while_it_starts_the_mesh_leaves_nothing(moment):
+    with Notebook() as notebook:
+        notebook.run("from tutorial_lib.mesh import Mesh")
+        seen = []
+
+        def kill():
+            seen.append(Traces(notebook.kernel))
+            notebook.kernel.kill()
+
+        threading.Timer(moment, kill).start()
+        with pytest.raises(DeadKernelError):
+            notebook.run("import time; Mesh(4).start(); time.sleep(30)")
+        assert seen[0].processes
+        seen[0].assert_gone(within=10, kernel_too=True)
+
+
+@pytest.mark.slow
+def test_papermill_fails_with_the_guilty_rank_and_leaves_nothing(tmp_path):
+    cell = "%%px\nif rank == 1:\n    raise ValueError('only here')\ndist.all_reduce(torch.ones(3))"
+    note = f"open({str(tmp_path / 'id')!r}, 'w').write(mesh._cluster_id)"
+    source = write(tmp_path / "in.ipynb", SETUP, note + ";", cell)
+    run = _command(sys.executable, "-m", "papermill", source, str(tmp_path / "out.ipynb"), within=60)
+    assert run.returncode != 0
+    assert "RankError: rank 1: ValueError: only here" in run.said
+    _assert_no_processes((tmp_path / "id").read_text(), within=10)
+
+
+@pytest.mark.slow
+def test_the_time_out_of_a_runner_leaves_nothing(tmp_path):
+    note = f"open({str(tmp_path / 'id')!r}, 'w').write(mesh._cluster_id)"
+    source = write(tmp_path / "in.ipynb", SETUP, note + ";", "%%px\nwhile True: pass")
+    out = str(tmp_path / "out.ipynb")
+    run = _command(sys.executable, "-m", "papermill", source, out, "--execution-timeout", "25", within=90)
+    assert run.returncode != 0 and "timed out" in run.said
+    _assert_no_processes((tmp_path / "id").read_text(), within=10)
+
+
+@pytest.mark.slow
+def test_nbmake_fails_when_one_rank_fails(tmp_path):
+    good = write(tmp_path / "good.ipynb", SETUP, "%px assert rank < 4", "mesh.close()")
+    bad = write(tmp_path / "bad.ipynb", SETUP, "%px assert rank != 2, 'rank two'", "mesh.close()")
+    base = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--nbmake")
+    assert _command(*base, good, within=90).returncode == 0
+    run = _command(*base, bad, within=90)
+    assert run.returncode == 1 and "RankError: rank 2: AssertionError: rank two" in run.said
+
+
+@pytest.mark.slow
+def test_two_notebooks_at_once_with_the_usual_port_taken():
+    with socket.socket() as usual:
+        usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        usual.bind(("127.0.0.1", 29500))
+        usual.listen()
+        with Notebook(STALE) as one, Notebook(STALE) as two:
+            for notebook in (one, two):
+                notebook.run("from tutorial_lib.mesh import Mesh")
+            threads = [threading.Thread(target=n.run, args=("mesh = Mesh(2); mesh.start()",)) for n in (one, two)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for notebook in (one, two):
+                notebook.run("mesh.check()")
+            one.run("mesh.close()")
+            two.run("mesh.check()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+def test_three_meshes_one_after_the_other(backend):
+    try:
+        check_backend(backend)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with Notebook() as notebook:
+        notebook.run("from tutorial_lib.mesh import Mesh")
+        for _ in range(3):
+            assert f"backend {backend}" in notebook.run(f"mesh = Mesh(2, tp_size=2, backend={backend!r}); mesh.start()")
+            notebook.run("mesh.check()")
+        assert notebook.run("import sys; print('torch_xla' in sys.modules)") == "False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux's unshare to change the host name")
+def test_a_host_name_that_does_not_resolve(tmp_path):
+    source = write(tmp_path / "in.ipynb", SETUP, "mesh.check(); mesh.close()")
+    out = str(tmp_path / "out.ipynb")
+    papermill = f"{sys.executable} -m papermill {source} {out}"
+    isolated = ("unshare", "--user", "--map-root-user", "--uts", "sh", "-c")
+    if subprocess.run([*isolated, "hostname no.such.host.invalid"], capture_output=True).returncode:
+        pytest.skip("this user may not change the host name, even in a namespace of their own")
+    run = _command(*isolated, f"hostname no.such.host.invalid && {papermill}", within=90)
+    assert run.returncode == 0, run.said
