@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from tutorial_lib.launch import rank_environment
 
 GRACE = 3.0  # seconds that ranks get to end after one of them has failed
+START = 240.0  # seconds that they get to import torch and meet, on a machine that does other things too
 
 
 class RankPool:
@@ -83,6 +84,15 @@ class RankPool:
                 os.environ.update(before)
             theirs.close()
             self._workers.append((process, mine))
+        deadline = time.monotonic() + START
+        for rank, (_, connection) in enumerate(self._workers):
+            try:
+                if not connection.poll(max(deadline - time.monotonic(), 0)):
+                    raise TimeoutError(f"rank {rank} of {self.world_size} did not start in {START} s")
+                connection.recv_bytes()  # that it is ready
+            except (TimeoutError, EOFError):
+                self.stop()
+                raise
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -111,10 +121,12 @@ def _serve(connection: Connection, backend: str, store: str) -> None:
         from tutorial_lib import xla_cpu
 
         xla_cpu.start()
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # imports what takes seconds
+    connection.send_bytes(b"ready")
     while True:
         try:
             task = connection.recv_bytes()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             function, args, kwargs, tp = pickle.loads(task)

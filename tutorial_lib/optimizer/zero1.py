@@ -5,7 +5,6 @@ all-gathers the weights: together the traffic of the all-reduce that plain data 
 `neuronx_distributed.optimizer.NeuronZero1Optimizer`.
 """
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -42,6 +41,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         save_master_weights: put the masters into `state_dict`. Without them a resumed bfloat16 run starts from rounded
             weights.
         higher_cc_precision: sum gradients over the ranks in `optimizer_dtype` rather than their own.
+        use_master_weights: False keeps masters and state in each parameter's own dtype.
         **optimizer_defaults: for the inner optimizer.
 
     Raises:
@@ -65,6 +65,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         higher_cc_precision: bool = False,
+        *,
+        use_master_weights: bool = True,
         **optimizer_defaults,
     ):
         tensor_parallel = parallel_state.get_tensor_model_parallel_replica_groups()
@@ -79,7 +81,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
         self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
         self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
-        self.higher_cc_precision = higher_cc_precision
+        self.higher_cc_precision, self.use_master_weights = higher_cc_precision, use_master_weights
         self.base_optimizer: torch.optim.Optimizer | None = None
         self._grad_norm: torch.Tensor | None = None
         self._hooks: list = []
@@ -113,7 +115,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return {"params": [self._make_shard(p) for p in group["params"]], **options}
 
     def _make_shard(self, param: torch.Tensor) -> nn.Parameter:
-        dtype = self.optimizer_dtype or torch.promote_types(param.dtype, torch.float32)
+        dtype = self._wide(param) if self.use_master_weights else param.dtype
         shard = nn.Parameter(take_shard(param, self._axis.rank, self._axis.size, dtype), param.requires_grad)
         copy_tensor_model_parallel_attributes(shard, param)
         shared = getattr(param, "kv_shared_numel", 0)
@@ -121,8 +123,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             end = (self._axis.rank + 1) * shard.numel()
             shard.kv_shared_numel = min(max(end - (param.numel() - shared), 0), shard.numel())
         if self.use_grad_acc_hook and param.requires_grad:
-            self._hooks.append(param.register_post_accumulate_grad_hook(lambda p: _accumulate(p, dtype)))
+            self._hooks.append(param.register_post_accumulate_grad_hook(lambda p: _accumulate(p, self._wide(p))))
         return shard
+
+    def _wide(self, param: torch.Tensor) -> torch.dtype:
+        """What masters, state and accumulated gradients of the parameter are kept in."""
+        return self.optimizer_dtype or torch.promote_types(param.dtype, torch.float32)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """Each parameter and its shard on this rank, in the order of the groups."""
@@ -164,9 +170,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         pairs = list(self._pairs())
         fill_missing_gradients((param for param, _ in pairs), self.sharding_groups)
         if self.use_grad_acc_hook:  # what no hook saw: a gradient set by hand, or filled in
-            for param, shard in pairs:
+            for param, _ in pairs:
                 if param.grad is not None:
-                    _accumulate(param, shard.dtype)
+                    _accumulate(param, self._wide(param))
         pairs = [(param, shard) for param, shard in pairs if main_grad(param) is not None]
         self._reduce_gradients(pairs)
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
@@ -182,7 +188,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         dtypes = [shard.dtype for shard in shards]
         grads = [main_grad(param) for param, _ in pairs]
         if self.higher_cc_precision:
-            grads = [grad.to(dtype) for grad, dtype in zip(grads, dtypes)]
+            grads = [grad.to(self._wide(param)) for grad, (param, _) in zip(grads, pairs)]
         cap_mb = self.bucket_cap_mb_reduce_scatter
         buffers, grads = reduce_scatter_mean(grads, dtypes, self.sharding_groups, cap_mb)
         for shard, grad in zip(shards, grads):

@@ -1,6 +1,7 @@
 """Small arithmetic of sharding, with errors that name the numbers, and the attributes that mark a sharded parameter."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -131,15 +132,10 @@ class KeepsParameterMarks:
         self._keep_marks_of(before)
 
 
-def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """Moves a model in place and keeps what `model.to(device)` can lose: ties and the marks of parameters.
+def keep_ties_and_marks(model: nn.Module, change: Callable[[], object]) -> None:
+    """Calls `change`, which may put a new object in the place of each tensor of the model, and mends what it broke.
 
-    On XLA `to` puts a new object in the place of each parameter: a weight shared by two modules comes apart, and its
-    attributes (sharded or not, along which dimension) are gone. Here every place that held one object holds one object
-    again, with all attributes that it had.
-
-    Returns:
-        The same model.
+    Every place that held one object holds one object again, with all attributes that it had.
     """
     places: dict[int, list[tuple[dict, str]]] = {}  # tensor before: each table and name that holds it
     marks: dict[int, dict] = {}
@@ -149,13 +145,25 @@ def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Mod
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((table, name))
                     marks[id(tensor)] = dict(vars(tensor))
-    model.to(device)
+    change()
     for before, held in places.items():
         first_table, first_name = held[0]
         tensor = first_table[first_name]
         vars(tensor).update(marks[before])
         for table, name in held[1:]:
             table[name] = tensor
+
+
+def move_model_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Moves a model in place and keeps what `model.to(device)` can lose: ties and the marks of parameters.
+
+    On XLA `to` puts a new object in the place of each parameter: a weight shared by two modules comes apart, and its
+    attributes (sharded or not, along which dimension) are gone.
+
+    Returns:
+        The same model.
+    """
+    keep_ties_and_marks(model, lambda: model.to(device))
     return model
 
 

@@ -1,0 +1,165 @@
+"""Building the model of each rank: in waves, so that a node does not hold all ranks' models on the host at once."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.random import replay_contexts
+from tutorial_lib.parallel_layers.utils import keep_ties_and_marks, move_model_to_device
+from tutorial_lib.xla_model import xla_device
+
+
+class NxDModel(nn.Module):
+    """A thin wrapper with the vendor's names; every attribute that it lacks is the model's."""
+
+    def __init__(self, module: nn.Module, nxd_config: dict):
+        super().__init__()
+        self.module, self.nxd_config = module, nxd_config
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def run_train(self, *args, **kwargs) -> torch.Tensor:
+        """Forward and backward; the loss, detached. It is the output, its `loss` or its first item."""
+        output = self.module(*args, **kwargs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss if hasattr(output, "loss") else output[0]
+        loss.backward()
+        return loss.detach()
+
+    def local_modules(self) -> list[nn.Module]:
+        """The modules that this rank runs."""
+        return [self.module]
+
+    def original_module(self) -> nn.Module:
+        """The model as `model_fn` made it."""
+        return self.module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    # A checkpoint is the model's: without the name of this wrapper.
+    def named_parameters(self, *args, **kwargs):
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args, **kwargs):
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside the block a module's parameters go to the meta device as they are registered; buffers keep their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            marks = vars(parameter)
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            vars(parameter).update(marks)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _materialise(model: nn.Module, device: torch.device, param_init_fn: Callable) -> None:
+    """Gives what is on the meta device memory on `device`, and its values by `param_init_fn(module, device)`."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    empty = [
+        module
+        for module in model.modules()
+        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    keep_ties_and_marks(model, lambda: model._apply(place))
+    with torch.no_grad():
+        for module in empty:
+            param_init_fn(module, device)
+
+
+def _build(nxd_config: dict, model_fn: Callable, include_buffers: bool, args: tuple, kwargs: dict) -> nn.Module:
+    config, device = nxd_config["model_init_config"], xla_device()
+    if not config["meta_device_init"]:
+        return move_model_to_device(model_fn(*args, **kwargs), device)
+    with torch.device("meta") if include_buffers else _parameters_on_meta():
+        model = model_fn(*args, **kwargs)
+    _materialise(model, device, config["param_init_fn"])
+    return model
+
+
+def initialize_parallel_model(
+    nxd_config: dict, model_fn: Callable[..., nn.Module], include_buffers: bool = False, *model_args, **model_kwargs
+) -> NxDModel:
+    """Builds `model_fn(*model_args, **model_kwargs)` on every rank and moves it to the rank's device.
+
+    On each node `sequential_move_factor` ranks at a time do so, the others wait.
+
+    Args:
+        nxd_config: from `neuronx_distributed_config`.
+        model_fn: the same weights from the same random state on every rank.
+        include_buffers: with `meta_device_init`, buffers are made by `param_init_fn` too.
+
+    Raises:
+        ValueError: `include_buffers` is no bool: positional arguments for the model come after it.
+        Exception: what `model_fn` raised on any rank, on all of them.
+    """
+    if not isinstance(include_buffers, bool):
+        raise ValueError(f"include_buffers is {include_buffers!r}: it is the third argument, before the model's own")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    factor = nxd_config["model_init_config"]["sequential_move_factor"]
+    model, error = None, None
+    for wave in range(-(-local_size // factor)):
+        if local_rank // factor == wave:
+            try:
+                model = _build(nxd_config, model_fn, include_buffers, model_args, model_kwargs)
+            except Exception as raised:
+                error = raised
+        comm.raise_on_all(error, parallel_state.get_world_group())
+    classes = nxd_config["activation_checkpoint_config"]
+    if classes is not None:
+        checkpoint_modules(model, classes)
+    return NxDModel(model, nxd_config)
+
+
+def checkpoint_modules(model: nn.Module, which: str | type | list[type] | tuple[type, ...]) -> None:
+    """Has every module of these classes recompute its activations in backward, dropout included; in place.
+
+    Raises:
+        ValueError: neither module classes nor "full", or "full" for a model that names no blocks.
+    """
+    if which == "full":
+        names = getattr(model, "_no_split_modules", None) or []
+        classes = tuple({type(m) for m in model.modules() if type(m).__name__ in names})
+    else:
+        classes = tuple(which) if isinstance(which, (list, tuple)) else (which,)
+    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        raise ValueError(f"activation_checkpoint_config {which!r} gives no module classes for a {type(model).__name__}")
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return checkpoint_wrapper(module, preserve_rng_state=False, context_fn=replay_contexts)
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, classes))

@@ -1,0 +1,100 @@
+"""What the tutorials call on `torch_xla.core.xla_model`, on every backend: `import tutorial_lib.xla_model as xm`."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from tutorial_lib import launch
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, fill_missing_gradients, main_grad
+
+mark_step = launch.mark_step
+
+
+def xla_device() -> torch.device:
+    """The device that this rank computes on: XLA where torch-xla is in use, CUDA on NCCL, else the CPU."""
+    if "torch_xla" in sys.modules:
+        return launch.get_device("xla")
+    on_cuda = dist.is_initialized() and "nccl" in dist.get_backend_config()
+    return launch.get_device("cuda" if on_cuda else "cpu")
+
+
+def get_ordinal() -> int:
+    """The global rank; 0 in a process that is no rank of anything."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def xrt_world_size() -> int:
+    """The number of ranks in the world."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_master_ordinal() -> bool:
+    """True on global rank 0."""
+    return get_ordinal() == 0
+
+
+def master_print(*args, **kwargs) -> None:
+    """Prints on global rank 0."""
+    if is_master_ordinal():
+        print(*args, **kwargs)
+
+
+def rendezvous(tag: str) -> None:
+    """Returns once every rank of the world has called it.
+
+    Raises:
+        RuntimeError: the ranks came with different tags; on all of them.
+    """
+    tags = parallel_state.gather_python_object(tag, parallel_state.get_world_group())
+    if len(set(tags)) > 1:
+        raise RuntimeError(f"the ranks met with different tags: {', '.join(f'rank {r}: {t!r}' for r, t in enumerate(tags))}")
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: comm.Groups = None) -> None:
+    """Averages the gradients of an optimizer's parameters over the groups, in a few large all-reduces.
+
+    The sum is divided by the size of the group. torch-xla divides by that of the world, so that its result is too small
+    by the tensor-parallel degree.
+
+    Args:
+        groups: `parallel_state.get_data_parallel_group(as_list=True)`; by default the world.
+
+    Raises:
+        ValueError: the default, where tensor parallelism is on: it would average parts of different weights.
+    """
+    if groups is None:
+        tp = parallel_state.get_tensor_model_parallel_size()
+        if tp > 1:
+            raise ValueError(
+                f"groups is None, which averages over all {xrt_world_size()} ranks, and tensor-parallel groups of {tp} hold "
+                "different weights: pass groups=parallel_state.get_data_parallel_group(as_list=True)"
+            )
+        groups = parallel_state.get_world_group()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    fill_missing_gradients(parameters, groups)
+    grads = [main_grad(p) for p in parameters if main_grad(p) is not None]
+    bucket_allreduce_gradients(grads, groups=groups)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: dict | None = None,
+    groups: comm.Groups = None,
+    pin_layout: bool = True,
+):
+    """Averages the gradients over the groups (`reduce_gradients`), steps the optimizer and ends the traced step.
+
+    Args:
+        barrier, pin_layout: accepted for torch-xla's sake; the step is ended in any case.
+        optimizer_args: for `optimizer.step`.
+
+    Returns:
+        What `optimizer.step` does.
+    """
+    reduce_gradients(optimizer, groups)
+    loss = optimizer.step(**(optimizer_args or {}))
+    mark_step()
+    return loss
