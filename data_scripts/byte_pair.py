@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure, sha256
-from data_scripts.tokenization import texts
+from data_scripts.json_lines import texts
 
 VOCAB = "vocab.json"
 MERGES = "merges.txt"
@@ -54,7 +54,7 @@ def prepare_byte_pair(
             for name in (VOCAB, MERGES):
                 shutil.copyfile(tokenizer / name, folder / name)
         else:
-            articles = texts(corpus.folder / ARTICLES)
+            articles = texts(corpus.folder / ARTICLES, ("text",))
             train_byte_pair(articles, folder / VOCAB, folder / MERGES, vocab_size)
         loaded = load_byte_pair(folder / VOCAB, folder / MERGES, vocab_size)
         return {"tokens": loaded.get_vocab_size()}

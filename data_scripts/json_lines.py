@@ -1,6 +1,7 @@
 """Texts of a file of JSON lines, by blocks of bytes, so that several processes can share a file."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 BLOCK = 1 << 20  # bytes
@@ -37,6 +38,13 @@ def read_block(path: Path, keys: tuple[str, ...], start: int, stop: int) -> list
                     f"{path}, line {_number(path, position)}: {error}: {line[:60]!r}"
                 ) from error
     return columns
+
+
+def texts(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
+    """All texts of the file, one after the other; a block of it is in memory."""
+    for part in blocks(path):
+        for column in read_block(path, keys, *part):
+            yield from column
 
 
 def _number(path: Path, position: int) -> int:

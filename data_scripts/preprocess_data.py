@@ -27,7 +27,7 @@ from data_scripts.byte_pair import (
     load_byte_pair,
     train_byte_pair,
 )
-from data_scripts.json_lines import blocks, read_block
+from data_scripts.json_lines import blocks, read_block, texts
 from tutorial_lib.data.indexed_dataset import token_dtype
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 
@@ -98,8 +98,8 @@ def preprocess(
             )
             for key in keys
         ]
-        for stop, texts in _in_order(job, tokenizer, workers):
-            for builder, (tokens, lengths, empty) in zip(builders, texts):
+        for stop, columns in _in_order(job, tokenizer, workers):
+            for builder, (tokens, lengths, empty) in zip(builders, columns):
                 builder.add_documents(tokens, lengths)
                 builder.empty_documents += empty
             done += len(lengths) + empty
@@ -232,9 +232,7 @@ def _run(arguments: argparse.Namespace) -> None:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         vocab, merges = (Path(f"{prefix}-{name}") for name in ("vocab.json", "merges.txt"))
         size = TRAINED_SIZE if arguments.vocab_size is None else arguments.vocab_size
-        columns = (read_block(arguments.input, keys, *part) for part in blocks(arguments.input))
-        texts = (text for keyed in columns for column in keyed for text in column)
-        train_byte_pair(texts, vocab, merges, size)
+        train_byte_pair(texts(arguments.input, keys), vocab, merges, size)
         log.info("trained %s and %s, %s tokens", vocab, merges, f"{size:,}")
     else:
         load_byte_pair(vocab, merges, arguments.vocab_size)

@@ -246,8 +246,9 @@ def test_training_the_tokenizer(tmp_path, tokenizer_files):
 def test_the_tutorials_command(tmp_path, tokenizer_files, tokenize):
     expected, counts = tokenize(sentences(20), append_eod=True)
     result = run_script(
-        *("preprocess_data", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "my-gpt2"),
-        *("--vocab", tokenizer_files[0], "--dataset-impl", "mmap"),
+        *("preprocess_data", "--input", tmp_path / "in.jsonl"),
+        *("--output-prefix", tmp_path / "my-gpt2", "--vocab", tokenizer_files[0]),
+        *("--dataset-impl", "mmap"),
         *("--tokenizer-type", "GPT2BPETokenizer", "--merge-file", tokenizer_files[1]),
         *("--append-eod", "--workers", 2),
     )
