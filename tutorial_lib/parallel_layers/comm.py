@@ -77,6 +77,7 @@ class Pending:
     ):
         self._result, self._works, self._finish = result, works, finish
 
+    @torch.no_grad()
     def wait(self) -> torch.Tensor:
         for work in self._works:
             work.wait()
@@ -99,6 +100,7 @@ def all_reduce_start(
         reuse: the caller gives `tensor` up, and its memory may hold the result: saves a copy.
     """
     _check_op(op_type)
+    tensor = tensor.detach()  # gradients are the mappings' business
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor if reuse else tensor.clone())
@@ -128,6 +130,7 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
 
 def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> Pending:
     """Begins an all-gather that may overlap with computation; see `all_gather`."""
+    tensor = tensor.detach()
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor.clone())
@@ -181,6 +184,7 @@ def reduce_scatter_start(
         reuse: the caller gives `tensor` up: saves a copy.
     """
     _check_op(reduce_type)
+    tensor = tensor.detach()
     axis = parallel_state.axis_of(groups)
     scatter_dim %= tensor.dim()
     if tensor.size(scatter_dim) % axis.size:
