@@ -79,6 +79,13 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
         with torch.no_grad():
             getattr(self, name).copy_(part)
 
+    def draw_(self, name: str, init: Callable[[torch.Tensor], object]) -> None:
+        """Initialises the parameter `name` anew: `init` fills the full tensor in place, this rank keeps its part."""
+        shape, partition = list(getattr(self, name).shape), self._partitions.get(name)
+        if partition is not None:
+            shape[partition.dim] = sum(partition.sizes)
+        self._keep(name, self._draw(tuple(shape), init))
+
     def _initialize(self) -> None:
         if self._device.type != "meta":
             self.reset_parameters()
@@ -98,11 +105,16 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
             model_state_dict[prefix + name] = partition.padded(model_state_dict[prefix + name])
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> nn.Module:
+def materialize(
+    model: nn.Module, device: torch.device | str, initialize: Callable[[nn.Module], object] | None = None
+) -> nn.Module:
     """Gives a model built on the meta device its memory on `device` and its initial weights, one module after the other.
 
     A rank never holds more than its own parts and one full weight. With one seed the weights are those of a model
     built on `device` at once, if its modules are constructed in the order in which `model.modules()` lists them.
+
+    Args:
+        initialize: fills the parameters and buffers of a module, not of its children; by default `reset_parameters`.
 
     Raises:
         ValueError: a module with parameters or buffers on the meta device has no `reset_parameters`.
@@ -113,13 +125,14 @@ def materialize(model: nn.Module, device: torch.device | str) -> nn.Module:
         own = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
         if not own:
             continue
-        if not hasattr(module, "reset_parameters"):
+        if initialize is None and not hasattr(module, "reset_parameters"):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is on meta and has no reset_parameters"
             )
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
-        module.reset_parameters()
+        module.reset_parameters() if initialize is None else initialize(module)
         for key, before in own.items():
             _, first = replaced.setdefault(id(before), (before, getattr(module, key)))
+            vars(first).update(vars(before))  # a tied parameter may stand first in a module that knows no marks
             setattr(module, key, first)
     return model

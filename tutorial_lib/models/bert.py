@@ -1,0 +1,143 @@
+"""BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices cut over the ranks.
+
+The attention is cut as in the developer guide: query, key and value by heads (column parallel), the output projection by
+its input (row parallel). By choice the feed-forward layers are cut likewise, and the vocabulary: word embeddings and the
+language-model head that is tied to them, with the cross entropy taken over the parts.
+"""
+
+import torch
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert import modeling_bert as hf
+
+from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
+from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
+from tutorial_lib.parallel_layers.utils import divide
+
+from .initialize import finish, initialize_sharded
+
+PRESETS = {
+    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512),
+    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1024),
+    "full": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),  # BERT-large
+}
+
+
+class ParallelSelfAttention(hf.BertSelfAttention):
+    """Self-attention over this rank's N/T heads: `[B, S, H] → [B, S, H/T]`."""
+
+    def __init__(self, config: BertConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        tp_size = parallel_state.get_tensor_model_parallel_size()
+        self.query = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+        self.key = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+        self.value = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+        self.num_attention_heads = divide(self.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+        self.all_head_size = divide(self.all_head_size, tp_size)
+
+    def forward(self, *args, **kwargs):
+        # Each rank drops out of its own heads: from the stream that differs between tensor-parallel ranks.
+        if self.training and self.dropout.p > 0:
+            with get_xla_rng_tracker().fork():
+                return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class ParallelSelfOutput(hf.BertSelfOutput):
+    """The projection behind the attention: `[B, S, H/T] → [B, S, H]`, summed over the ranks."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__(config)
+        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+
+
+class ParallelIntermediate(hf.BertIntermediate):
+    """First half of the feed-forward: `[B, S, H] → [B, S, F/T]`."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__(config)
+        self.dense = ColumnParallelLinear(config.hidden_size, config.intermediate_size, gather_output=False)
+
+
+class ParallelOutput(hf.BertOutput):
+    """Second half of the feed-forward: `[B, S, F/T] → [B, S, H]`, summed over the ranks."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__(config)
+        self.dense = RowParallelLinear(config.intermediate_size, config.hidden_size, input_is_parallel=True)
+
+
+class BertForPreTraining(hf.BertForPreTraining):
+    """`transformers.BertForPreTraining` over the tensor-parallel ranks; at size 1 it is that model.
+
+    Args:
+        config: Hugging Face's.
+        shard_mlp: cut the feed-forward layers too. The published tutorial leaves them whole.
+        shard_vocabulary: cut the word embeddings and the head; `prediction_logits` are then this rank's `[B, S, V/T]`.
+
+    Raises:
+        ValueError: heads, feed-forward size or vocabulary that the tensor-parallel size does not divide.
+    """
+
+    def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
+        self.shard_vocabulary = shard_vocabulary
+        with torch.device("meta"):
+            super().__init__(config)
+            for index, layer in enumerate(self.bert.encoder.layer):
+                layer.attention.self = ParallelSelfAttention(config, layer_idx=index)
+                layer.attention.output = ParallelSelfOutput(config)
+                if shard_mlp:
+                    layer.intermediate = ParallelIntermediate(config)
+                    layer.output = ParallelOutput(config)
+            if shard_vocabulary:
+                self.bert.embeddings.word_embeddings = ParallelEmbedding(
+                    config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+                )
+                head = self.cls.predictions
+                head.decoder = ColumnParallelLinear(config.hidden_size, config.vocab_size, gather_output=False)
+                head.bias = head.decoder.bias
+                self.tie_weights()
+        finish(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize_sharded(module, self.config.initializer_range):
+            super()._init_weights(module)
+
+    def count_targets(self, batch: dict) -> torch.Tensor:
+        """`[2]`: predicted tokens and sequences of a batch, which the two parts of the loss are averaged over."""
+        tokens = (batch["labels"] != -100).sum()
+        return torch.stack([tokens, torch.ones_like(batch["next_sentence_label"]).sum()])
+
+    def forward(self, input_ids, labels=None, next_sentence_label=None, num_items_in_batch=None, **kwargs):
+        """Hugging Face's forward; with both labels the loss is the sum of its two parts.
+
+        Args:
+            input_ids, labels: `[B, S]`; a label of -100 is not predicted.
+            next_sentence_label: `[B]`.
+            num_items_in_batch: `[2]`, what `count_targets` gives for the whole global batch. Each part of the loss is
+                then its sum over this batch divided by that count, so that the losses of all micro-batches and
+                data-parallel ranks add up to the loss of the global batch. By default this batch is the whole.
+        """
+        output = super().forward(input_ids, **kwargs)
+        if labels is None or next_sentence_label is None:
+            return output
+        if num_items_in_batch is None:
+            num_items_in_batch = self.count_targets({"labels": labels, "next_sentence_label": next_sentence_label})
+        tokens, sequences = num_items_in_batch.clamp(min=1).to(output.prediction_logits.dtype)
+        masked_lm = self._token_losses(output.prediction_logits, labels).sum() / tokens
+        next_sentence = nn.functional.cross_entropy(output.seq_relationship_logits, next_sentence_label, reduction="sum")
+        output.loss = masked_lm + next_sentence / sequences
+        return output
+
+    def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.shard_vocabulary:
+            return parallel_cross_entropy(logits, labels)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def model_inputs(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch in the order of the tutorials' data set, by the model's names."""
+    names = ("input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label")
+    return dict(zip(names, batch))
