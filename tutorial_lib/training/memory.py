@@ -1,0 +1,106 @@
+"""How many bytes a rank holds, by kind: weights, gradients, optimizer state, and what the backward pass needs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of distinct tensors: one that is listed twice (tied weights) counts once."""
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of this rank's parameters."""
+    return tensor_bytes(model.parameters())
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients that exist now."""
+    return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+
+
+def optimizer_bytes(optimizer) -> int:
+    """Bytes of every tensor in the optimizer's state (moments, masters, step counters)."""
+    found: list[torch.Tensor] = []
+
+    def collect(value) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                collect(item)
+
+    collect(dict(optimizer.state))
+    return tensor_bytes(found)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that autograd keeps for the backward pass."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class SavedActivations:
+    """Lists what autograd saves inside the block: each distinct piece of memory once, parameters and `exclude` not.
+
+        with SavedActivations(model) as saved:
+            loss = model(**batch).loss
+        saved.nbytes
+
+    Args:
+        model: its parameters and buffers are held anyway and do not count.
+        exclude: further tensors that are held anyway, such as the batch.
+    """
+
+    def __init__(self, model: nn.Module, exclude: Iterable[torch.Tensor] = ()):
+        held = [*model.parameters(), *model.buffers(), *exclude]
+        self._held = {self._memory(tensor) for tensor in held}
+        self._found: dict[object, Saved] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def tensors(self) -> list[Saved]:
+        return list(self._found.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(saved.nbytes for saved in self._found.values())
+
+    def __enter__(self) -> "SavedActivations":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._memory(tensor)
+        if key not in self._held and key not in self._found:
+            self._found[key] = Saved(tuple(tensor.shape), tensor.dtype, self._size(tensor))
+        return tensor
+
+    @staticmethod
+    def _memory(tensor: torch.Tensor) -> object:
+        """The same for all views of one memory."""
+        if tensor.device.type == "xla":
+            import torch_xla
+
+            return torch_xla._XLAC._xla_get_tensor_id(tensor)
+        return tensor.untyped_storage()._cdata
+
+    @staticmethod
+    def _size(tensor: torch.Tensor) -> int:
+        """A view keeps all of its memory alive."""
+        if tensor.device.type == "xla":
+            return tensor.numel() * tensor.element_size()
+        return tensor.untyped_storage().nbytes()

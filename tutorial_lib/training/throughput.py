@@ -1,0 +1,39 @@
+"""Sequences per second over a moving window of steps."""
+
+import time
+from collections import deque
+
+
+class Throughput:
+    """Moving average of the sequences that all data-parallel ranks train on in a second.
+
+    Args:
+        batch_size: sequences in one micro-batch of one rank.
+        world_size: data-parallel size.
+        grad_accum_usteps: micro-batches in a step.
+        moving_avg_window_size: steps that the average is taken over.
+        logging_interval: steps between two calls of `get_throughput`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        world_size: int,
+        grad_accum_usteps: int,
+        moving_avg_window_size: int = 10,
+        logging_interval: int = 1,
+    ):
+        self.seqs_per_iteration = batch_size * world_size * grad_accum_usteps * logging_interval
+        self._seconds: deque[float] = deque(maxlen=max(1, -(-moving_avg_window_size // logging_interval)))
+        self.reset_time()
+
+    def reset_time(self) -> None:
+        """Starts the clock anew, so that what happened since the last call (a save, a validation) does not count."""
+        self._start = time.perf_counter()
+
+    def get_throughput(self) -> float:
+        """Call it once an iteration: sequences per second over the window."""
+        now = time.perf_counter()
+        self._seconds.append(now - self._start)
+        self._start = now
+        return self.seqs_per_iteration * len(self._seconds) / sum(self._seconds)
