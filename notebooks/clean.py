@@ -131,20 +131,27 @@ def _imports(source: str, importer: Path | None) -> Iterator[Path]:
     """The files of `PACKAGES` that a piece of Python imports anywhere in it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            modules = [(alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level and importer is not None:
                 package = importer.relative_to(ROOT).parts[: -node.level]
                 base = ".".join((*package, *([node.module] if node.module else [])))
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            modules = [(base, [alias.name for alias in node.names])]
         else:
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] not in PACKAGES:
-                continue
-            # Importing a.b.c runs a, a.b and a.b.c.
-            for length in range(1, len(parts) + 1):
-                place = ROOT.joinpath(*parts[:length])
-                yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file())
+        for base, names in modules:
+            submodules = [file for name in names if (file := _file(f"{base}.{name}"))]
+            yield from submodules
+            # A package counts for what it defines itself, not as the way to its modules.
+            if len(submodules) < max(len(names), 1) and (file := _file(base)):
+                yield file
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module or package of this repository."""
+    parts = module.split(".")
+    if parts[0] not in PACKAGES:
+        return None
+    place = ROOT.joinpath(*parts)
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)

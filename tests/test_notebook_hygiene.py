@@ -169,9 +169,11 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     monkeypatch.setattr(clean, "ROOT", tmp_path)
     files = {
         "tutorial_lib/__init__.py": "",
-        "tutorial_lib/a.py": "from . import b\nfrom .sub.c import thing",
+        "tutorial_lib/a.py": "from . import b\nfrom .sub.c import thing\nfrom .pack import value",
         "tutorial_lib/b.py": "def late():\n    import data_scripts.prepare",
-        "tutorial_lib/sub/__init__.py": "'''Not empty.'''",
+        "tutorial_lib/sub/__init__.py": "from tutorial_lib import unrelated",
+        "tutorial_lib/pack/__init__.py": "from .inner import value",
+        "tutorial_lib/pack/inner.py": "value = 1",
         "tutorial_lib/sub/c.py": "from ..d import x",
         "tutorial_lib/d.py": "x = 1",
         "tutorial_lib/unrelated.py": "y = 1",
@@ -184,7 +186,7 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     nb.metadata[clean.KEY] = {"executed_from": clean.fingerprint(nb)}
     assert list(nb.metadata[clean.KEY]["executed_from"]) == [
         "code cells", "data_scripts/prepare.py", "tutorial_lib/a.py", "tutorial_lib/b.py", "tutorial_lib/d.py",
-        "tutorial_lib/sub/__init__.py", "tutorial_lib/sub/c.py",
+        "tutorial_lib/pack/__init__.py", "tutorial_lib/pack/inner.py", "tutorial_lib/sub/c.py",
     ]  # fmt: skip
     assert clean.changes(nb) == []
     nb.cells[1].source = "other text"

@@ -127,23 +127,33 @@ def test_several_writers_of_one_results_file_lose_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_exercise_verdicts():
-    ones = [torch.ones(2)] * 4
-    assert verdict([None] * 4, ones) == "not attempted"
+def test_exercise_verdicts_on_one_answer():
     assert verdict(None, 3) == "not attempted"
-    assert verdict(ones, ones) == verdict(3, 3) == verdict("dp", "dp") == "correct"
-    assert verdict([torch.ones(2) + 1e-7] * 4, ones, tolerance=1e-6) == "correct"
-    wrong = [*ones[:2], torch.full((2,), 3.0), torch.ones(2)]
-    assert verdict(wrong, ones) == "off by 2 on rank 2"
-    halves = [torch.full((2,), 0.5)] * 4
-    assert verdict(wrong, ones, mistakes={"it is halved": halves}) == "off by 2 on rank 2"
-    assert verdict(halves, ones, mistakes={"it is halved": halves}) == "off by 0.5 on rank 0, because it is halved"
-    assert verdict([torch.ones(3)] * 4, ones) == "shape (3,) instead of (2,) on rank 0"
-    assert verdict([*ones[:3], None], ones) == "nothing returned on rank 3"
-    assert verdict([torch.ones(2)] * 3, ones) == "3 answers for 4 ranks"
-    assert verdict([torch.full((2,), float("nan"))] * 4, ones) != "correct"
+    assert verdict(3, 3) == verdict("dp", "dp") == verdict([1, 5], [1, 5]) == "correct"
     assert verdict("tp", "dp") == "'tp' instead of 'dp'"
-    assert verdict([[0, 1]] * 2, [[0, 1], [2, 3]]) == "off by 2 on rank 1"
+    assert verdict([1, 6], [1, 5]) == "off by 1"
+    rows = {"that is the row": [4, 5, 6, 7]}
+    assert verdict([4, 5, 6, 7], [1, 5], mistakes=rows) == "shape (4,) instead of (2,), because that is the row"
+
+
+def test_exercise_verdicts_by_rank():
+    ones = [torch.ones(2)] * 4
+
+    def judge(found, expected=ones, **options):
+        return verdict(found, expected, by_rank=True, **options)
+
+    assert judge([None] * 4) == "not attempted"
+    assert judge(ones) == judge([torch.ones(2) + 1e-7] * 4, tolerance=1e-6) == "correct"
+    wrong = [*ones[:2], torch.full((2,), 3.0), torch.ones(2)]
+    assert judge(wrong) == "off by 2 on rank 2"
+    halves = [torch.full((2,), 0.5)] * 4
+    assert judge(wrong, mistakes={"it is halved": halves}) == "off by 2 on rank 2"
+    assert judge(halves, mistakes={"it is halved": halves}) == "off by 0.5 on rank 0, because it is halved"
+    assert judge([torch.ones(3)] * 4) == "shape (3,) instead of (2,) on rank 0"
+    assert judge([*ones[:3], None]) == "nothing returned on rank 3"
+    assert judge([torch.ones(2)] * 3) == "3 answers for 4 ranks"
+    assert judge([torch.full((2,), float("nan"))] * 4) != "correct"
+    assert judge([[0, 1]] * 2, [[0, 1], [2, 3]]) == "off by 2 on rank 1"
 
 
 class Base:

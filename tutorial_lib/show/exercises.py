@@ -19,23 +19,26 @@ def check(
     expected: Sequence[Any] | Any,
     tolerance: float = 0.0,
     mistakes: Mapping[str, Sequence[Any] | Any] | None = None,
+    by_rank: bool = False,
 ) -> None:
     """Prints `not attempted`, `correct`, or what is off by how much on which rank, because of what.
 
     Args:
         name: of the exercise.
-        found: the answer (None: not attempted), or a list with one for each rank.
-        expected: of the same form.
+        found: the answer; None stands for not attempted.
+        expected: the right answer, of the same form.
         tolerance: largest absolute difference that counts as correct.
         mistakes: answers that a usual mistake gives, by their explanation.
+        by_rank: all of these are lists with one answer for each rank, as `mesh.gather` gives them.
     """
-    print(f"{name}: {verdict(found, expected, tolerance, mistakes)}")
+    print(f"{name}: {verdict(found, expected, tolerance, mistakes, by_rank)}")
 
 
-def verdict(found: Any, expected: Any, tolerance: float = 0.0, mistakes: Mapping[str, Any] | None = None) -> str:
+def verdict(
+    found: Any, expected: Any, tolerance: float = 0.0, mistakes: Mapping[str, Any] | None = None, by_rank: bool = False
+) -> str:
     """The text of `check`."""
-    by_rank = isinstance(expected, list)
-    answers = found if isinstance(found, list) else [found]
+    answers = found if by_rank else [found]
     right = expected if by_rank else [expected]
     if all(answer is None for answer in answers):
         return NOT_ATTEMPTED

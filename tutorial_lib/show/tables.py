@@ -1,9 +1,11 @@
 """Tables that read the same in JupyterLab, on GitHub (which drops styles), in exported HTML and in a terminal."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_NUMBER = re.compile(r"–|nan|-?(inf|[\d,.]+(e[+-]?\d+)?)")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -17,8 +19,7 @@ class Table:
         self.caption, self.marked = caption, marked
         self.columns = [str(column) for column in columns]
         self.rows = [[text(cell) for cell in row] for row in rows]
-        numeric = (int, float)
-        self._right = [bool(rows) and all(isinstance(row[i], numeric) for row in rows) for i in range(len(columns))]
+        self._right = [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows) for i in range(len(columns))]
 
     def __repr__(self) -> str:
         lines = [self.columns, *self.rows]

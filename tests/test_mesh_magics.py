@@ -1,0 +1,57 @@
+"""The options of `%%px`, on a mesh that only notes what it is asked to run."""
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from tutorial_lib import mesh_magics
+from tutorial_lib.mesh_report import RankError
+
+
+class Noted:
+    def __init__(self, error=None):
+        self.error, self.ran = error, []
+
+    def run(self, cell, ranks=None):
+        self.ran.append((cell, ranks))
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def px():
+    """`px(mesh, line)`: runs a cell on the mesh."""
+    shell = InteractiveShell.instance()
+
+    def run(mesh, line):
+        mesh_magics.register(mesh)
+        return shell.run_cell_magic("px", line, "x = 1\n")
+
+    yield run
+    InteractiveShell.clear_instance()
+
+
+def test_ranks(px):
+    mesh = Noted()
+    px(mesh, "")
+    px(mesh, "--rank 1,3")
+    assert mesh.ran == [("x = 1\n", None), ("x = 1\n", [1, 3])]
+
+
+def test_a_cell_that_is_meant_to_fail_prints_its_error(px, capsys):
+    px(Noted(RankError("rank 1: ValueError: 3")), "--fails --rank 1")
+    assert capsys.readouterr().out == "RankError: rank 1: ValueError: 3\n"
+
+
+def test_a_cell_that_is_meant_to_fail_and_does_not_is_an_error(px):
+    with pytest.raises(AssertionError, match="meant to fail"):
+        px(Noted(), "--fails")
+
+
+def test_other_errors_than_those_of_ranks_are_not_meant(px):
+    with pytest.raises(RuntimeError, match="no ranks"):
+        px(Noted(RuntimeError("no ranks are up")), "--fails")
+
+
+def test_without_the_option_an_error_is_one(px):
+    with pytest.raises(RankError):
+        px(Noted(RankError("rank 1: ValueError: 3")), "")
