@@ -9,7 +9,10 @@ import pytest
 
 from data_scripts import json_lines, preprocess_data
 from data_scripts.byte_pair import END_OF_DOCUMENT, load_byte_pair, train_byte_pair
+from data_scripts.corpus import prepare_corpus
+from data_scripts.megatron import PREFIX, prepare_megatron
 from data_scripts.preprocess_data import preprocess
+from tutorial_lib.data.gpt_dataset import build_gpt_datasets
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 WORDS = "the tensor of a rank is cut by Größe, 日本語 and don't   tabs\tor lines\n\nthat end".split(" ")
@@ -287,3 +290,32 @@ def test_errors_of_the_command(tmp_path, tokenizer_files):
         result = run_script(*common, *arguments)
         assert result.returncode == 1 and result.stderr.startswith("error: ")
         assert message in result.stderr
+
+
+def test_from_the_dump_to_samples(tmp_path):
+    """The whole way that a notebook goes, with the real text."""
+    corpus = prepare_corpus(tmp_path, workers=2, progress=False)
+    stage = prepare_megatron(tmp_path, corpus, vocab_size=1000, progress=False)
+    assert stage.counts["vocab_size"] == 1000 and stage.counts["empty_documents"] == 0
+    prefix = stage.folder / PREFIX
+    tokenizer = load_byte_pair(stage.folder / "vocab.json", stage.folder / "merges.txt", 1000)
+    indexed = IndexedDataset(prefix)
+    texts = list(json_lines.texts(corpus.folder / "articles.jsonl", ("text",)))
+    assert len(indexed) == len(texts) == stage.counts["documents"] > 100
+    for i in (0, 50, len(texts) - 1):
+        assert indexed[i][-1] == stage.counts["eod"]
+        assert tokenizer.decode(indexed[i][:-1]) == texts[i]
+
+    train, valid, _ = build_gpt_datasets(prefix, "95,5,0", (500, 20, 0), 64, 1234, vocab_size=1000)
+    assert len(train) >= 500 and train[0]["text"].shape == (65,)
+    documents = [{i for row in range(len(d)) for i, *_ in d.parts(row)} for d in (train, valid)]
+    assert not documents[0] & documents[1]
+
+    before = bin_path(prefix).stat().st_mtime_ns
+    again = prepare_megatron(tmp_path, corpus, vocab_size=1000, progress=False)
+    assert again.folder == stage.folder and bin_path(prefix).stat().st_mtime_ns == before
+    given = prepare_megatron(tmp_path, corpus, stage.folder, workers=2, progress=False)
+    for path in (bin_path, idx_path):
+        assert path(given.folder / PREFIX).read_bytes() == path(prefix).read_bytes()
+    with pytest.raises(ValueError, match="1,000 tokens, not vocab_size 999"):
+        prepare_megatron(tmp_path, corpus, stage.folder, 999)

@@ -157,7 +157,8 @@ def measure_loading(prefix: Path, seq_length: int, batch_size: int) -> dict:
     from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
     indexed = IndexedDataset(prefix)
-    data = GPTDataset(indexed, "train", range(len(indexed)), 4000, seq_length, 1234, vocab_size=8192)
+    documents = range(len(indexed))
+    data = GPTDataset(indexed, "train", documents, 4000, seq_length, 1234, vocab_size=8192)
     result = {"seq_length": seq_length, "batch_size": batch_size}
     for workers in (0, 1):
         sampler = ResumableBatchSampler(data, batch_size, num_replicas=1, rank=0, shuffle=False)
