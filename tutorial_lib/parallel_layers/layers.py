@@ -20,7 +20,7 @@ from .utils import ensure_divisibility
 InitMethod = Callable[[torch.Tensor], object]
 
 
-def _kaiming(weight: torch.Tensor) -> None:
+def kaiming(weight: torch.Tensor) -> None:
     """What `nn.Linear` starts from."""
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
@@ -42,7 +42,7 @@ class _ParallelLinear(ShardedModule):
         if pad and stride > 1:
             raise ValueError(f"pad works for one matrix, not for {stride} fused ones (stride {stride})")
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.init_method, self.pad, self.keep_master_weight = init_method or _kaiming, pad, keep_master
+        self.init_method, self.pad, self.keep_master_weight = init_method or kaiming, pad, keep_master
         self.master_weight: torch.Tensor | None = None
 
     def _fused(self, size: int) -> tuple[int, ...]:

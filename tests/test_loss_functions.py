@@ -1,0 +1,183 @@
+"""Cross entropy over a sharded vocabulary: values, gradients, smoothing, ignored and padded entries, errors."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.loss_functions import from_parallel_logits_to_logprobs, parallel_cross_entropy
+
+
+def mine(full):
+    return full.chunk(parallel_state.get_tensor_model_parallel_size(), -1)[
+        parallel_state.get_tensor_model_parallel_rank()
+    ]
+
+
+def run(logits, target, cotangent=None, **options):
+    local = mine(logits).clone().requires_grad_()
+    before = local.detach().clone()
+    loss = parallel_cross_entropy(local, target, **options)
+    loss.backward(torch.ones_like(loss) if cotangent is None else cotangent, retain_graph=True)
+    first = local.grad.clone()
+    assert torch.equal(local.detach(), before), "the logits were modified"
+    local.grad = None
+    loss.backward(torch.ones_like(loss) if cotangent is None else cotangent)
+    assert torch.equal(local.grad, first), "a second backward differs"
+    return loss.detach(), first
+
+
+def grid(dtype):
+    generator = torch.Generator().manual_seed(1)
+    bound = 1e-10 if dtype is torch.float64 else 1e-5
+    for shape in ((7,), (3, 5), (2, 3, 4)):
+        for vocabulary in (4, 12, 52):
+            for smoothing in (0.0, 0.1):
+                for ignored in (False, True):
+                    logits = torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64).to(dtype) * 3
+                    target = torch.randint(vocabulary, shape, generator=generator)
+                    if ignored:
+                        target.view(-1)[::3] = -100
+                    cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+                    loss, grad = run(logits, target, cotangent, label_smoothing=smoothing)
+                    full = logits.clone().requires_grad_()
+                    wanted = F.cross_entropy(
+                        full.flatten(0, -2), target.flatten(), reduction="none", label_smoothing=smoothing
+                    ).view(shape)
+                    wanted.backward(cotangent)
+                    assert loss.dtype is dtype and (loss - wanted).abs().max() <= bound
+                    assert (grad - mine(full.grad)).abs().max() <= bound
+                    assert torch.equal(loss, comm.all_reduce("max", loss)), "ranks disagree"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_equals_torch(ranks, dtype, size):
+    ranks(grid, dtype, world_size=size, tp=size)
+
+
+def uniform(targets):
+    return run(torch.zeros(2, 4), torch.tensor(targets))
+
+
+def test_a_target_on_another_rank_and_ignored_ones(ranks):
+    log4 = math.log(4)
+    first, second = ranks(uniform, [0, 3], world_size=2, tp=2)
+    assert first[0].tolist() == second[0].tolist() == pytest.approx([log4] * 2)
+    assert torch.allclose(first[1], torch.tensor([[-0.75, 0.25], [0.25, 0.25]]))
+    assert torch.allclose(second[1], torch.tensor([[0.25, 0.25], [0.25, -0.75]]))
+    for loss, grad in ranks(uniform, [0, -100], world_size=2, tp=2):
+        assert loss.tolist() == pytest.approx([log4, 0]) and torch.equal(grad[1], torch.zeros(2))
+    for loss, grad in ranks(uniform, [-100, -100], world_size=2, tp=2):
+        assert torch.equal(loss, torch.zeros(2)) and torch.equal(grad, torch.zeros(2, 2))
+
+
+def ramp(scale, smoothing):
+    return run(scale * torch.arange(8.0)[None], torch.tensor([2]), label_smoothing=smoothing)
+
+
+def test_label_smoothing_is_over_the_whole_vocabulary(ranks):
+    for size in (1, 2):
+        for loss, _ in ranks(ramp, 1.0, 0.1, world_size=size, tp=size):
+            assert loss.item() == pytest.approx(5.308340, abs=1e-5)
+        assert ranks(ramp, 1.0, 0.0, world_size=size, tp=size)[0][0].item() == pytest.approx(5.458340, abs=1e-5)
+        for loss, grad in ranks(ramp, 1000.0, 0.1, world_size=size, tp=size):
+            assert loss.isfinite().all() and grad.isfinite().all() and loss.item() == pytest.approx(4850)
+
+
+def ignored_infinities():
+    return run(torch.tensor([[0.0, math.inf, 0, 0], [0, 0, 0, 0]]), torch.tensor([-100, 1]))
+
+
+def test_what_is_ignored_cannot_spoil_the_rest(ranks):
+    for loss, grad in ranks(ignored_infinities, world_size=2, tp=2):
+        assert loss.tolist() == pytest.approx([0, math.log(4)]) and torch.equal(grad[0], torch.zeros(2))
+
+
+def padded(vocabulary):
+    return run(torch.zeros(1, 8), torch.tensor([0]), vocab_size=vocabulary, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 3, 8])
+def test_padding_of_the_vocabulary_takes_no_part(ranks, vocabulary):
+    results = ranks(padded, vocabulary, world_size=4, tp=4)
+    assert all(loss.item() == pytest.approx(math.log(vocabulary)) for loss, _ in results)
+    grad = torch.cat([grad for _, grad in results], -1)[0]
+    assert torch.equal(grad[vocabulary:], torch.zeros(8 - vocabulary)) and (grad[:vocabulary] != 0).all()
+
+
+def half(dtype):
+    logits = (5 * torch.randn(6, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
+    loss, grad = run(logits, torch.arange(6))
+    wanted = F.cross_entropy(logits.float(), torch.arange(6), reduction="none")
+    return loss, grad.dtype, (loss.float() - wanted).abs().max() / wanted.abs().max()
+
+
+def test_half_precision_is_computed_and_returned_in_float32(ranks):
+    for loss, grad_dtype, error in ranks(half, torch.bfloat16, world_size=2, tp=2):
+        assert loss.dtype is torch.float32 and grad_dtype is torch.bfloat16 and error <= 1e-6
+
+
+def memory_and_collectives():
+    saved = []
+    logits = torch.randn(6, 64, requires_grad=True)
+    with comm.record() as log:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            loss = parallel_cross_entropy(logits, torch.zeros(6, dtype=torch.long))
+        loss.sum().backward()
+    large = [t for t in saved if t.numel() == logits.numel()]
+    return [t.data_ptr() == logits.data_ptr() for t in large], [(c.kind, c.shape) for c in log]
+
+
+def test_keeps_no_second_tensor_of_that_size_and_exchanges_once(ranks):
+    kept, collectives = ranks(memory_and_collectives, world_size=2, tp=2)[0]
+    assert kept == [True] and collectives == [("all_gather", (1, 2, 6))]
+
+
+def logprobs(inference):
+    logits = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = torch.arange(10).view(2, 5) % 8
+    local = mine(logits).clone().requires_grad_()
+    found = from_parallel_logits_to_logprobs(local, tokens, inference)
+    wanted = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return (found.detach() - wanted).abs().max().item(), found.requires_grad
+
+
+def test_logprobs_of_the_next_token(ranks):
+    for inference in (True, False):
+        for error, grad in ranks(logprobs, inference, world_size=2, tp=2):
+            assert error <= 1e-10 and grad is not inference
+
+
+BAD = {
+    "target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 4])), ("4",)),
+    "negative target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, -1])), ("-1", "4")),
+    "padded target": (
+        lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 3]), vocab_size=3), ("3",)
+    ),
+    "shape": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0])), ("(2,)", "(1,)")),
+    "smoothing": (lambda: parallel_cross_entropy(mine(torch.zeros(1, 4)), torch.tensor([0]), 1.5), ("1.5",)),
+    "vocabulary": (
+        lambda: parallel_cross_entropy(mine(torch.zeros(1, 4)), torch.tensor([0]), vocab_size=9), ("9", "4")
+    ),
+}  # fmt: skip
+
+
+def messages():
+    """What each case raises: on every rank by itself, so that none is left waiting for another."""
+    found = {}
+    for name, (case, _) in BAD.items():
+        try:
+            case()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_errors_name_the_numbers_on_all_ranks(ranks, size):
+    for found in ranks(messages, world_size=size, tp=size):
+        for name, (_, words) in BAD.items():
+            assert name in found and all(word in found[name] for word in words), (name, found.get(name))

@@ -1,0 +1,105 @@
+"""LayerNorm and RMSNorm: equal to torch's and Hugging Face's, whole or by chunks of the sequence."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tutorial_lib.modules.rms_norm import RMSNorm, manual_rms_norm
+from tutorial_lib.parallel_layers import comm, grads, mappings
+from tutorial_lib.parallel_layers.layer_norm import LayerNorm
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_equals_hugging_faces(dtype):
+    ours, theirs = RMSNorm(16, 1e-6, dtype=dtype), LlamaRMSNorm(16, 1e-6).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(random(16, seed=1))
+        theirs.weight.copy_(ours.weight)
+    xs = [(10 * random(3, 5, 16, dtype=dtype)).requires_grad_() for _ in range(2)]
+    cotangent = random(3, 5, 16, dtype=dtype, seed=2)
+    outputs = [norm(x) for norm, x in zip((ours, theirs), xs)]
+    assert torch.equal(*outputs) and outputs[0].dtype is dtype
+    for output in outputs:
+        output.backward(cotangent)
+    bound = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for found, wanted in ((xs[0].grad, xs[1].grad), (ours.weight.grad, theirs.weight.grad)):
+        assert found.dtype is dtype and (found - wanted).abs().max() <= bound * max(1, wanted.abs().max())
+
+
+def test_rms_norm_stays_in_float64():
+    x, weight = random(3, 4, 6, dtype=torch.float64).requires_grad_(), random(4, 6, dtype=torch.float64, seed=1)
+    weight.requires_grad_()
+    wanted = weight * x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()
+    assert (manual_rms_norm(x, (4, 6), weight, 1e-5) - wanted).abs().max() <= 1e-12
+    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (4, 6), a[1], 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (x[0], weight[0]))
+    vector = x[0, 0].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (vector, weight[0]))
+
+
+def test_rms_norm_keeps_its_input_and_no_float32_copy():
+    saved = []
+    norm, x = RMSNorm(16, dtype=torch.bfloat16), random(4, 16, dtype=torch.bfloat16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        norm(x)
+    assert [(tuple(t.shape), t.dtype) for t in saved if t is not norm.weight] == [
+        ((4, 16), torch.bfloat16), ((4, 1), torch.float32)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float64])
+def test_layer_norm_gives_the_inputs_dtype(inputs, weights):
+    x = random(3, 8, dtype=inputs)
+    found = LayerNorm(8, dtype=weights)(x)
+    wanted = nn.functional.layer_norm(x.double(), (8,)).to(inputs)
+    assert found.dtype is inputs
+    assert (found.double() - wanted.double()).abs().max() <= (2e-2 if torch.bfloat16 in (inputs, weights) else 1e-6)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_the_mark_survives(kind):
+    for flag in (True, False):
+        norm = copy.deepcopy(kind(8, sequence_parallel_enabled=flag)).to(torch.bfloat16)
+        assert all(p.sequence_parallel_enabled is flag for p in norm.parameters())
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="elementwise_affine"):
+        RMSNorm(8, elementwise_affine=False)
+    with pytest.raises(ValueError, match=r"\(8,\).*\(2, 4\)"):
+        RMSNorm(8)(torch.ones(2, 4))
+
+
+def train(sequence_parallel):
+    """Two micro-steps a step, three steps; the sequence of 8 is whole or cut."""
+    model = nn.Sequential(
+        LayerNorm(6, sequence_parallel_enabled=sequence_parallel), RMSNorm(6, sequence_parallel_enabled=sequence_parallel)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for micro in range(2):
+            x, cotangent = (random(8, 2, 6, seed=100 * step + 10 * micro + i) for i in range(2))
+            if sequence_parallel:
+                x, cotangent = (mappings.scatter_to_sequence_parallel_region(t) for t in (x, cotangent))
+            (model(x) * cotangent).sum().backward()
+        if sequence_parallel:
+            grads.allreduce_sequence_parallel_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach() for p in model.parameters()]
+    assert all(torch.equal(w, comm.all_reduce("max", w)) for w in weights)
+    return weights
+
+
+def test_norm_weights_under_sequence_parallel_equal_the_whole(ranks):
+    wanted = ranks(train, False, world_size=1, tp=1)[0]
+    for found in ranks(train, True, world_size=2, tp=2):
+        assert all((f - w).abs().max() <= 1e-6 for f, w in zip(found, wanted, strict=True))
