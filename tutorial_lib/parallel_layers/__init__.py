@@ -5,6 +5,7 @@ from .grads import clip_grad_norm as clip_grad_norm
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ParallelEmbedding as ParallelEmbedding
 from .layers import RowParallelLinear as RowParallelLinear
+from .loss_functions import parallel_cross_entropy as parallel_cross_entropy
 from .mappings import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
 from .mappings import gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region
 from .mappings import reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region
@@ -26,4 +27,6 @@ PARALLEL_MODULES = [
     RowParallelLinear,
     ParallelEmbedding,
 ]
-PARALLEL_FUNCTIONS = []
+PARALLEL_FUNCTIONS = [
+    parallel_cross_entropy,
+]

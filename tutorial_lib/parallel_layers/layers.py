@@ -130,16 +130,18 @@ class ColumnParallelLinear(_ParallelLinear):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self.keep_padded_output = keep_padded_output
-        self.pad_size = _padding(output_size, parts, pad_alignment_size_per_rank) if pad else 0
+        padding = _padding(output_size, parts, pad_alignment_size_per_rank) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._cut = Partition(0, self._fused(output_size), parts, (), self.pad_size, order)
-        self.output_size_per_partition = sum(self._cut.local_sizes)
+        self._set_cut(Partition(0, self._fused(output_size), parts, (), padding, order))
         self._declare("weight", (output_size, input_size), self._cut)
         if bias:
             self._declare("bias", (output_size,), None if gather_output else self._cut)
         else:
             self.register_parameter("bias", None)
         self._initialize()
+
+    def _set_cut(self, cut: Partition) -> None:
+        self._cut, self.pad_size, self.output_size_per_partition = cut, cut.pad, sum(cut.local_sizes)
 
     def forward(self, input: torch.Tensor, slice_indices: torch.Tensor | None = None):
         """The output features of this rank, or all.
@@ -152,7 +154,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if slice_indices is not None and self.gather_output and self.bias is not None:
             raise ValueError("slice_indices needs gather_output=False or bias=False: the bias is that of all features")
         weight, bias = self.weight, None if self.gather_output or self.skip_bias_add else self.bias
-        real = self._cut.real_size(self._rank) if self.pad_size else weight.size(0)
+        real = self._cut.real_size(self._rank)
         if slice_indices is not None:
             weight, bias = weight[slice_indices], bias if bias is None else bias[slice_indices]
         elif real < weight.size(0):
@@ -238,16 +240,18 @@ class RowParallelLinear(_ParallelLinear):
         self.reduce_output, self.reduce_dtype = reduce_output, reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self.pad_size = _padding(input_size, parts) if pad else 0
+        padding = _padding(input_size, parts) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._cut = Partition(1, self._fused(input_size), parts, (), self.pad_size, order)
-        self.input_size_per_partition = sum(self._cut.local_sizes)
+        self._set_cut(Partition(1, self._fused(input_size), parts, (), padding, order))
         self._declare("weight", (output_size, input_size), self._cut)
         if bias:
             self._declare("bias", (output_size,), sequence_parallel_enabled=sequence_parallel_enabled)
         else:
             self.register_parameter("bias", None)
         self._initialize()
+
+    def _set_cut(self, cut: Partition) -> None:
+        self._cut, self.pad_size, self.input_size_per_partition = cut, cut.pad, sum(cut.local_sizes)
 
     def forward(self, input: torch.Tensor):
         """The sum over the ranks, or this rank's chunk or share of it."""
@@ -258,7 +262,7 @@ class RowParallelLinear(_ParallelLinear):
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.groups)
         self._check_input(input, self.input_size_per_partition)
         weight = self.weight
-        real = self._cut.real_size(self._rank) if self.pad_size else weight.size(1)
+        real = self._cut.real_size(self._rank)
         if real < weight.size(1):
             input, weight = input[..., :real], weight[:, :real]
         if not self.reduce_output:

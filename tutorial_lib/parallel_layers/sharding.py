@@ -61,9 +61,11 @@ class Partition:
         return rank if self.order is None else self.order[rank]
 
     def real_size(self, rank: int) -> int:
-        """How much of a single matrix's part on `rank` is not padding."""
-        (local,), (size,) = self.local_sizes, self.sizes
-        return min(max(size - self.place(rank) * local, 0), local)
+        """How much of the part of `rank` is not padding, where that lies at its end; of fused matrices, all of it."""
+        total = sum(self.local_sizes)
+        if not self.pad or len(self.sizes) > 1:
+            return total
+        return min(max(self.sizes[0] - self.place(rank) * total, 0), total)
 
     def shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of `rank`, as a copy. `full` may come with its padding or without.
