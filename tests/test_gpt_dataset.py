@@ -1,5 +1,6 @@
 """GPT samples: Megatron-LM's order, the cache on disk, splits, and batches by consumed samples."""
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_
 from tutorial_lib.data.gpt_index import build_indices, build_sample_index, cached_indices
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
+from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
 GOLDEN = np.array([3, 2, 1], np.int32)
 
@@ -203,6 +205,34 @@ def test_a_token_that_the_model_does_not_have(make):
     data = build_gpt_datasets(prefix, "1", (8, 0, 0), 4, 0, vocab_size=17)[0]
     with pytest.raises(ValueError, match=r"data\.bin, sample .* has id 17"):
         [data[i] for i in range(len(data))]
+
+
+def megatron_batches(total, consumed, micro, rank, size):
+    """Megatron-LM's rule: blocks of micro × size samples in a row, each rank its part of a block."""
+    while consumed + micro * size <= total:
+        block = list(range(consumed, consumed + micro * size))
+        yield block[rank * micro : (rank + 1) * micro]
+        consumed += micro * size
+
+
+@pytest.mark.parametrize("size, micro", [(1, 8), (2, 4), (4, 2), (8, 1), (4, 1)])
+def test_batches_are_megatrons_and_resume_by_consumed_samples(make, size, micro):
+    data = GPTDataset(IndexedDataset(make(random_lengths(20))), "train", range(20), 64, 4, 0)
+    state = None
+    for consumed in (0, 24, 40):  # stopped twice, resumed by new samplers
+        for rank in range(size):
+            sampler = ResumableBatchSampler(data, micro, size, rank, shuffle=False)
+            if state is not None:
+                sampler.load_state_dict(state)
+            assert sampler.consumed_samples == consumed
+            expected = list(megatron_batches(len(data), consumed, micro, rank, size))
+            assert list(itertools.islice(sampler, len(expected))) == expected
+        sampler = ResumableBatchSampler(data, micro, size, 0, shuffle=False)
+        sampler.advance((24 if consumed == 0 else 40) // (micro * size))
+        state = sampler.state_dict()
+    loader = data_loader(data, ResumableBatchSampler(data, micro, size, 0, shuffle=False))
+    expected = torch.stack([data[i]["text"] for i in range(micro)])
+    assert torch.equal(next(iter(loader))["text"], expected)
 
 
 # The cache

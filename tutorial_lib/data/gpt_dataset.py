@@ -78,7 +78,7 @@ class GPTDataset(Dataset):
 
     def parts(self, index: int) -> list[tuple[int, int, int]]:
         """What the sample is made of: (sequence of the data set, offset in it, tokens) each."""
-        row = self.indices.shuffle[index]
+        row = int(self.indices.shuffle[index])
         (place, offset), (last, end) = self.indices.sample[row : row + 2].tolist()
         parts = []
         for place in range(place, last + 1):

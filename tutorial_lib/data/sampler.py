@@ -13,8 +13,9 @@ class ResumableBatchSampler(DistributedSampler):
 
     Each epoch is a new permutation of the data, drawn from `seed + epoch`, and is cut into global
     micro-batches of `batch_size × num_replicas` samples in a row, of which each rank takes its
-    share. So the order in which samples are consumed does not depend on the number of ranks, and
-    all ranks get equally many batches. What does not fill the last one is left out.
+    `batch_size` in a row, as in Megatron-LM. So the order in which samples are consumed does not
+    depend on the number of ranks, and all ranks get equally many batches. What does not fill the
+    last one is left out.
 
     The position is what the training loop has consumed: it moves by `advance` only, which the loop
     calls after each optimizer step. Workers that fetch ahead do not move it, and a step that was
@@ -77,7 +78,8 @@ class ResumableBatchSampler(DistributedSampler):
         while True:
             order = self._order(epoch)
             for start in range(offset, len(order) - size + 1, size):
-                yield order[start : start + size][self.rank :: self.num_replicas].tolist()
+                first = start + self.rank * self.batch_size
+                yield order[first : first + self.batch_size].tolist()
             epoch, offset = epoch + 1, 0
 
     def __len__(self) -> int:
