@@ -19,6 +19,7 @@ _WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and th
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
     "Socket closed", "failed to recv", "Watchdog caught collective operation timeout",
 )  # fmt: skip
+MAX_FRAMES = 12  # lines of a traceback that a reader is shown
 _shell = None
 
 
@@ -112,6 +113,8 @@ def report(error: BaseException) -> dict:
         described |= {"frames": [f"cell, line {error.lineno}: {line}"], "line": line}
     if not any(sign in str(error) for sign in _WAITING):
         described["waited_in"] = None
+    if error.__cause__ is not None:
+        described["frames"].append(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
     return {"error": text} | described
 
 
@@ -133,6 +136,9 @@ def _describe(frames: list[traceback.FrameSummary]) -> dict:
         where = "cell" if _is_cell(frame.filename) else _short(frame.filename)
         function = "" if frame.name == "<module>" else f" in {frame.name}"
         lines.append(f"{where}, line {frame.lineno}{function}: {frame.line.strip()}")
+    if len(lines) > MAX_FRAMES:
+        half = MAX_FRAMES // 2
+        lines[half:-half] = [f"… {len(lines) - 2 * half} more frames"]
     own = [frame for frame in frames if _is_cell(frame.filename)]
     # An asynchronous collective waits in C++, with no frame of torch.distributed: the one of `comm` tells.
     collectives = (os.path.join(PACKAGE_DIR, "parallel_layers", "comm.py"), "/torch/distributed/")

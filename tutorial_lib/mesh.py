@@ -10,8 +10,8 @@
 
 One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher left in it, and get what
 `torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. All of this is written for
-ranks on the kernel's own machine: `ADDRESS` is the one place that says so. Ranks are assigned by where an engine runs (host,
-then process), never by its id, so that a launcher for several nodes has only to start engines and set `ADDRESS`.
+ranks on the kernel's own machine; `tutorial_lib.mesh_engines` is the one place that says so. Ranks are assigned by where an
+engine runs, never by its id, and local ranks are counted on each host, so for several nodes only that module has to change.
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
 `RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
@@ -19,29 +19,21 @@ connections between the ranks; `mesh.reset()` makes new ones. What cannot be rel
 """
 
 import atexit
-import logging
 import os
-import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from pathlib import Path
 
 import ipyparallel as ipp
 import torch
 from IPython import get_ipython
-from traitlets.config import Config
 
-from tutorial_lib import engine, mesh_magics, reaper
+from tutorial_lib import engine, mesh_magics
 from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
+from tutorial_lib.mesh_engines import ADDRESS, Engines
 from tutorial_lib.mesh_report import MeshError, RankError, describe_failure
-from tutorial_lib.mesh_watch import Rendezvous, Watch, is_alive
+from tutorial_lib.mesh_watch import Rendezvous, Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
-ADDRESS = "127.0.0.1"  # where the kernel is reached by the ranks
-START_TIMEOUT = 120  # seconds that all engines together get to start
 TIMEOUT, TIMEOUT_TRAINIUM = 20.0, 3600.0  # seconds a collective waits for its peers; on Trainium they may be compiling
 _current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
 
@@ -91,8 +83,7 @@ class Mesh:
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
         self.timeout, self.threads = timeout, threads
         self.pids: list[int] = []  # of the ranks, in their order
-        self._cluster_id: str | None = None
-        self._client: ipp.Client | None = None
+        self._engines: Engines | None = None
         self._rendezvous: Rendezvous | None = None
         self._remedy = "start"  # what has to be called before the ranks can talk again; empty if nothing
 
@@ -107,7 +98,9 @@ class Mesh:
         _current = self
         atexit.register(self.close)
         try:
-            self._launch()
+            self._engines = Engines(self.world_size)
+            self.pids = [process.pid for process in self._engines.processes]
+            self._boot()
             self._join()
         except BaseException:
             self.close()
@@ -120,46 +113,9 @@ class Mesh:
         axes = "" if self.tp_size is None else f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
         return f"{self.world_size} rank{'s' * (self.world_size > 1)}{axes}, backend {self.backend}"
 
-    def _launch(self) -> None:
-        self._cluster_id = f"mesh-{uuid.uuid4().hex[:12]}"
-        self._directory = tempfile.mkdtemp(prefix=f"{self._cluster_id}-")
-        self._reaper = subprocess.Popen(
-            [sys.executable, reaper.__file__, self._cluster_id, self._directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt is for the kernel
-        )
-        config = Config()
-        # The engines' nannies would only tell ipyparallel of deaths that `Watch` sees by itself.
-        config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False"]
-        self._cluster = ipp.Cluster(
-            n=self.world_size,
-            cluster_id=self._cluster_id,
-            profile_dir=self._directory,
-            load_profile=False,
-            controller_ip=ADDRESS,
-            controller_location=ADDRESS,
-            delay=0,
-            shutdown_atexit=False,
-            log_level=logging.CRITICAL,
-            config=config,
-        )
-        self._cluster.start_cluster_sync()
-        # Of an engine that this process started ipyparallel holds the process, and so its exit status.
-        launched = {one.pid: one.process for group in self._cluster.engines.values() for one in group.launchers.values()}
-        self._client = self._cluster.connect_client_sync()
-        deadline = time.monotonic() + START_TIMEOUT
-        while len(self._client.ids) < self.world_size:
-            if time.monotonic() > deadline or not all(map(is_alive, launched.values())):
-                raise MeshError(f"{len(self._client.ids)} of {self.world_size} engines started. {self._log_tail()}")
-            time.sleep(0.05)
-        places = {i: self._client[i].apply_sync(engine.whoami) for i in self._client.ids}
-        by_place = sorted(places, key=lambda i: (places[i]["host"], places[i]["pid"]))
-        self._views = [self._client[i] for i in by_place]
-        self.pids = [places[i]["pid"] for i in by_place]
-        self._processes = [launched[pid] for pid in self.pids]
-        hosts = [places[i]["host"] for i in by_place]
+    def _boot(self) -> None:
+        """Engines become ranks: each gets what `torchrun` would give it, before torch is imported there."""
+        hosts = self._engines.hosts
         stale = [name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]
         booting = {}
         for rank, host in enumerate(hosts):
@@ -175,13 +131,8 @@ class Mesh:
             )
             # The kernel serves the rendezvous, as torchrun's agent does: its port is bound before a rank hears of it.
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            booting[rank] = self._views[rank].apply_async(engine.boot, environment, stale)
+            booting[rank] = self._engines.views[rank].apply_async(engine.boot, environment, stale)
         self._wait(booting)
-
-    def _log_tail(self) -> str:
-        """The last lines that the processes of ipyparallel logged."""
-        lines = [line for log in sorted(Path(self._directory, "log").glob("*.log")) for line in log.read_text().splitlines()]
-        return "\n".join(["The last lines of their logs:", *lines[-10:]])
 
     def _join(self) -> None:
         """All ranks join a new process group, and show that they hear one another."""
@@ -205,11 +156,15 @@ class Mesh:
     def reset(self) -> None:
         """A new process group on the same ranks. Their variables stay; groups made before are void.
 
+        A tensor that was being reduced in place when a collective failed may hold a part of the sum.
+
         Raises:
             MeshError: a rank is dead, or the backend cannot do it: `restart` is needed.
         """
         if self._remedy in ("start", "restart"):
             raise MeshError(f"a reset is not enough here: call mesh.{self._remedy}()")
+        if self.backend == "xla":
+            raise MeshError("XLA keeps its connections for as long as its process lives: call mesh.restart()")
         began = time.perf_counter()
         self._remedy = "reset"
         self._join()
@@ -224,17 +179,12 @@ class Mesh:
         global _current
         if _current is self:
             _current = None
-        if self._cluster_id is None:
-            return
-        self._cluster_id = None
-        self._remedy = "start"
         atexit.unregister(self.close)
+        self._remedy = "start"
         self._rendezvous = None
-        if self._client is not None:
-            self._client.close(linger=0)
-            self._client = None
-        self._reaper.stdin.close()
-        self._reaper.wait()
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
 
     def __enter__(self) -> "Mesh":
         self.start()
@@ -252,7 +202,7 @@ class Mesh:
         for rank in ranks:
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
-        tasks = {rank: self._views[rank].execute(cell, silent=False, block=False) for rank in ranks}
+        tasks = {rank: self._engines.views[rank].execute(cell, silent=False, block=False) for rank in ranks}
         shown = mesh_magics.LiveOutput(tasks)
         try:
             self._wait(tasks, shown.tick)
@@ -269,13 +219,13 @@ class Mesh:
 
     def _call(self, function, *args) -> list:
         self._require_ranks()
-        tasks = {rank: view.apply_async(function, *args) for rank, view in enumerate(self._views)}
+        tasks = {rank: view.apply_async(function, *args) for rank, view in enumerate(self._engines.views)}
         self._wait(tasks)
         return [task.get() for task in tasks.values()]
 
     def _wait(self, tasks: dict[int, ipp.AsyncResult], on_tick=lambda: None) -> None:
         """Waits for all ranks, and raises what went wrong on any."""
-        watch = Watch(tasks, self._processes, self._rendezvous, self.timeout)
+        watch = Watch(tasks, self._engines.processes, self._rendezvous, self.timeout)
         try:
             watch.wait(on_tick)
         except KeyboardInterrupt:
@@ -294,8 +244,8 @@ class Mesh:
         if self._remedy or (not watch.released and watch.in_step(self.world_size)):
             return
         self._remedy = "restart" if self.backend == "xla" else "reset"
-        tasks = {rank: view.apply_async(engine.leave) for rank, view in enumerate(self._views)}
-        leaving = Watch(tasks, self._processes, self._rendezvous, self.timeout)
+        tasks = {rank: view.apply_async(engine.leave) for rank, view in enumerate(self._engines.views)}
+        leaving = Watch(tasks, self._engines.processes, self._rendezvous, self.timeout)
         leaving.wait()
         if leaving.dead or leaving.reports:
             self._remedy = "restart"
@@ -310,7 +260,7 @@ class Mesh:
         }[self._remedy]
 
     def _require_ranks(self) -> None:
-        if self._cluster_id is None or self._remedy == "restart":
+        if self._engines is None or self._remedy == "restart":
             raise MeshError(f"no ranks are up: call mesh.{self._remedy}()")
 
     def _require_group(self) -> None:
