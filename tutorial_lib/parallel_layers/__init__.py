@@ -1,6 +1,8 @@
 """Tensor and sequence parallelism, under the names of `neuronx_distributed.parallel_layers`."""
 
 from . import parallel_state as parallel_state
+from .checkpointing import load as load
+from .checkpointing import save as save
 from .grads import clip_grad_norm as clip_grad_norm
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ParallelEmbedding as ParallelEmbedding

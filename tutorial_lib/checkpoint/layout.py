@@ -1,0 +1,154 @@
+"""What `metadata.json` says of a checkpoint: the mesh that wrote it, and how each tensor's shards make the full tensor.
+
+Tools read it instead of building a model. How a tensor is cut is a `parallel_layers.sharding.Partition`, as in the layers.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..parallel_layers.sharding import Partition, partition_of
+from .files import Digest, write_text
+
+METADATA = "metadata.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One tensor of a model: its full shape, without padding, its dtype, and its cut (None: replicated)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    partition: Partition | None = None
+
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of each rank's shard."""
+        shape = list(self.shape)
+        if self.partition is not None:
+            shape[self.partition.dim] = sum(self.partition.local_sizes)
+        return tuple(shape)
+
+    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """`(start in the full tensor, start in the shard, length)` along the cut, for what is not padding."""
+        cut, full, local = self.partition, 0, 0
+        for size, rows, replicas in zip(cut.sizes, cut.local_sizes, cut.replicas, strict=True):
+            first = cut.place(rank) // replicas * rows
+            if (length := min(max(size - first, 0), rows)) > 0:
+                yield full + first, local, length
+            full, local = full + size, local + rows
+
+    def fill(self, full: torch.Tensor, shard: torch.Tensor, rank: int) -> None:
+        """Copies the shard of `rank` to its place in the full tensor."""
+        if self.partition is None:
+            full.copy_(shard)
+            return
+        for start, local, length in self.pieces(rank):
+            full.narrow(self.partition.dim, start, length).copy_(shard.narrow(self.partition.dim, local, length))
+
+    def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The shard of `rank`, padding included; a copy, or `full` itself where it is replicated."""
+        if self.partition is None:
+            return full
+        shard = full.new_zeros(self.local_shape())
+        for start, local, length in self.pieces(rank):
+            shard.narrow(self.partition.dim, local, length).copy_(full.narrow(self.partition.dim, start, length))
+        return shard
+
+    def sources(self) -> list[int]:
+        """The ranks whose shards together make the full tensor, one for each part."""
+        if self.partition is None:
+            return [0]
+        needed, seen = [], set()
+        for rank in range(self.partition.parts):
+            pieces = set(self.pieces(rank))
+            if not pieces <= seen:
+                needed.append(rank)
+                seen |= pieces
+        return needed
+
+    def at(self, parts: int, pad: bool = False) -> "Layout":
+        """The same tensor at another tensor-parallel degree.
+
+        Padding follows the degree. Where ranks share a part, there stay as many parts.
+
+        Args:
+            pad: allow padding that was not there before, for a vocabulary that does not divide.
+
+        Raises:
+            ValueError: the sizes do not allow that degree, or the ranks are in an order of their own; with the numbers.
+        """
+        old = self.partition
+        if old is None or old.parts == parts:
+            return self
+        if old.order is not None:
+            raise ValueError(f"the parts lie on the ranks in the order {old.order}: {parts} ranks need one of their own")
+        replicas = tuple(max(parts * r // old.parts, 1) if r > 1 else 1 for r in old.replicas)
+        padding = -old.sizes[0] % parts if old.pad or (pad and len(old.sizes) == 1) else 0
+        return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas, padding))
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """The layout of a tensor that carries a parameter's marks (or none: replicated)."""
+    partition = partition_of(tensor)
+    shape = list(tensor.shape)
+    if partition is not None:
+        shape[partition.dim] = sum(partition.sizes)
+    layout = Layout(tuple(shape), tensor.dtype, partition)
+    if layout.local_shape() != tuple(tensor.shape):
+        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a part {layout.local_shape()}")
+    return layout
+
+
+def describe(state: dict[str, torch.Tensor]) -> tuple[dict[str, Layout], list[list[str]]]:
+    """The layout of each tensor of `state_dict(keep_vars=True)`, and the groups of names that are one tensor (tied)."""
+    layouts, names = {}, {}
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            layouts[name] = layout_of(tensor)
+            names.setdefault(id(tensor), []).append(name)
+    return layouts, [group for group in names.values() if len(group) > 1]
+
+
+def to_json(layouts: dict[str, Layout]) -> dict:
+    return {
+        name: {
+            "shape": list(layout.shape),
+            "dtype": str(layout.dtype).removeprefix("torch."),
+            **({} if layout.partition is None else {"partition": asdict(layout.partition)}),
+        }
+        for name, layout in layouts.items()
+    }
+
+
+def from_json(entries: dict) -> dict[str, Layout]:
+    result = {}
+    for name, entry in entries.items():
+        cut = entry.get("partition")
+        if cut is not None:
+            cut = Partition(**{k: tuple(v) if isinstance(v, list) else v for k, v in cut.items()})
+        result[name] = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), cut)
+    return result
+
+
+def write_metadata(folder: str | Path, metadata: dict) -> Digest:
+    return write_text(Path(folder) / METADATA, json.dumps(metadata, indent=1))
+
+
+def read_metadata(folder: str | Path) -> dict | None:
+    """The metadata of a checkpoint, with `model` as layouts; None where another library wrote it.
+
+    Raises:
+        ValueError: the file is broken, with its path.
+    """
+    path = Path(folder) / METADATA
+    if not path.is_file():
+        return None
+    try:
+        metadata = json.loads(path.read_text())
+        metadata["model"] = from_json(metadata["model"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is truncated or broken: {error}") from error
+    return metadata

@@ -1,0 +1,102 @@
+"""This rank's place in a checkpoint, and steps that every rank takes or none."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ..parallel_layers import comm, parallel_state
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a rank stands: among the ranks that hold the same weights (`dp`, of `replicas`), and on the other axes."""
+
+    dp: int
+    tp: int
+    pp: int
+    replicas: int
+
+    def file(self, dp: bool) -> str:
+        """The name of this rank's file; without `dp` that of the first rank with the same weights."""
+        return shard_name(self.dp if dp else 0, self.tp, self.pp)
+
+
+def shard_name(dp: int, tp: int, pp: int = 0) -> str:
+    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+
+
+def my_place() -> Place:
+    group = next(g for g in parallel_state.get_zero1_sharding_groups() if dist.get_rank() in g)
+    return Place(
+        group.index(dist.get_rank()),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        len(group),
+    )
+
+
+def mesh() -> dict[str, int]:
+    """The sizes of the mesh, by the names of `initialize_model_parallel`."""
+    return {
+        "world": dist.get_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_size(),
+        "dp": parallel_state.get_data_parallel_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_size(),
+        "cp": parallel_state.get_context_model_parallel_size(),
+    }
+
+
+def together(function: Callable[..., T], *args, **kwargs) -> T:
+    """`function` on every rank; where it fails on one, all raise."""
+    result, error = None, None
+    try:
+        result = function(*args, **kwargs)
+    except Exception as caught:  # raised again below, on every rank
+        error = caught
+    comm.raise_on_all(error, parallel_state.get_world_group())
+    return result
+
+
+def from_rank_zero(function: Callable[[], T]) -> T:
+    """What `function` gives on rank 0, on every rank; its error likewise."""
+    mine = together(lambda: function() if dist.get_rank() == 0 else None)
+    return parallel_state.gather_python_object(mine, parallel_state.get_world_group())[0]
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks, on all ranks."""
+    return parallel_state.gather_python_object(value, parallel_state.get_world_group())
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+
+def waves(num_workers: int) -> int:
+    """How many turns it takes when `num_workers` ranks of each node act at a time.
+
+    Raises:
+        ValueError: `num_workers` is below 1.
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return -(-local_world // num_workers)
+
+
+def in_turn(function: Callable[[], T], num_workers: int) -> T:
+    """`together`, with at most `num_workers` ranks of a node at work at a time."""
+    result: list[T] = []
+    for wave in range(waves(num_workers)):
+        together(lambda: result.append(function()) if local_rank() // num_workers == wave else None)
+    return result[0]
+
+
+def predecessors(num_workers: int) -> Iterator[int]:
+    """The global ranks of this node whose turn comes right before this rank's."""
+    wave = local_rank() // num_workers
+    first = dist.get_rank() - local_rank()
+    return iter(range(first + max(wave - 1, 0) * num_workers, first + wave * num_workers))

@@ -1,0 +1,193 @@
+"""`save_checkpoint`: everything that a run needs to go on, written aside by all ranks and published as a whole.
+
+    <folder>/<tag>/checkpoint                                   a checkpoint was begun here
+    <folder>/<tag>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    a state dict; xser: + .info.pt, .tensors/tensor_N.pt
+    <folder>/<tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt    DD is 00 unless the optimizer is sharded (ZeRO-1)
+    <folder>/<tag>/scheduler.pt  user_content.pt  random_state.pt
+    <folder>/<tag>/metadata.json                                mesh, full shapes and cuts: what tools go by
+    <folder>/<tag>/done                                         complete; step, and the digest of every file
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..parallel_layers.random import get_rng_state
+from . import background, layout, ranks, tags, tensors
+from .files import Digest
+
+Job = Callable[[Path], tensors.Digests]  # writes something into the folder aside
+
+
+def save_checkpoint(
+    checkpoint_dir_str: str,
+    tag: str,
+    model: torch.nn.Module | dict | None = None,
+    optimizer=None,
+    scheduler=None,
+    user_content=None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+    *,
+    step: int | None = None,
+) -> None:
+    """Saves a checkpoint; every rank calls it. It is complete or absent, whatever happens in between.
+
+    Args:
+        checkpoint_dir_str: the folder of checkpoints, on a file system that all ranks see.
+        tag: name of this one; a complete one of that name is replaced once this one is complete.
+        model, optimizer: with a `state_dict`, or state dicts. Masters of a ZeRO-1 optimizer are saved with it.
+        scheduler: with a `state_dict`.
+        user_content: tensors and plain data, such as step and data position. Rank 0's is saved.
+        num_workers: how many ranks of a node write at a time.
+        use_xser: write tensor by tensor, so that no more than one of them is on the host.
+        num_kept_ckpts: how many complete checkpoints stay; None or -1 keeps all.
+        async_save: copy to the host and return; the copy is written meanwhile. One such save is under way at most: the
+            next call (or `finalize_checkpoint`) waits for it and raises its error.
+        zero1_optimizer: the optimizer's state dict is a ZeRO-1 shard; found out by itself.
+        step: the training step, by which the latest checkpoint is found; by default `user_content`'s `global_step`
+            or `step`, else the number at the end of the tag.
+
+    Raises:
+        ValueError: an argument out of range, or an object that is neither tensors nor plain data, with its place.
+        OSError: full disk, read-only folder, …, with the path. On every rank, like all errors.
+    """
+    background.finalize_checkpoint()
+    if use_zero1_dcp or avoid_saving_lower_precision_weights:
+        raise ValueError("use_zero1_dcp and avoid_saving_lower_precision_weights are not supported: all weights are saved")
+    if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
+        raise ValueError(f"num_kept_ckpts must be at least 1, or -1 or None to keep all, not {num_kept_ckpts}")
+    folder, tag = Path(checkpoint_dir_str), tags.check_tag(tag)
+    ranks.waves(num_workers)
+    mesh = ranks.mesh()
+    step = _step(tag, user_content) if step is None else step
+
+    content = _Content(model, optimizer, scheduler, user_content, zero1_optimizer)
+    jobs = content.jobs(use_xser, async_save)
+    aside = folder / (tag + tags.INCOMPLETE)
+    ranks.from_rank_zero(lambda: str(tags.begin(folder, tag)))
+
+    def write() -> dict[str, Digest]:
+        written = {}
+        for job in jobs:
+            written |= job(aside)
+        return {str(path.relative_to(aside)): digest for path, digest in written.items()}
+
+    def publish(files: dict[str, Digest]) -> None:
+        tags.publish(aside, step, files, mesh)
+        tags.rotate(folder, num_kept_ckpts, tag)
+
+    if async_save:
+        background.start(background.Save(aside, write, publish, ranks.predecessors(num_workers)))
+        return
+    try:
+        written = ranks.in_turn(write, num_workers)
+        files = {name: digest for part in ranks.gather(written) for name, digest in part.items()}
+        ranks.from_rank_zero(lambda: publish(files))
+    except Exception:
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _step(tag: str, user_content) -> int | None:
+    if isinstance(user_content, dict):
+        for name in ("global_step", "step"):
+            if type(user_content.get(name)) is int:
+                return user_content[name]
+    return tags.step_of(tag)
+
+
+class _Content:
+    """What is saved, as seen by one rank."""
+
+    def __init__(self, model, optimizer, scheduler, user_content, zero1: bool):
+        self._model, self._optimizer = model, optimizer
+        self._weights = model if isinstance(model, dict) or model is None else model.state_dict(keep_vars=True)
+        self._state = optimizer if isinstance(optimizer, dict) or optimizer is None else optimizer.state_dict()
+        self._zero1 = zero1 or (self._state is not None and "base_state" in self._state)
+        self._small = {"random_state": {"ranks": []}}
+        self._small |= {} if scheduler is None else {"scheduler": scheduler.state_dict()}
+        self._small |= {} if user_content is None else {"user_content": user_content}
+
+    def jobs(self, use_xser: bool, copy: bool) -> list[Job]:
+        """What this rank has to write. With `copy` from copies on the host."""
+        layouts, ties = ranks.together(layout.describe, self._weights or {})
+        shards = ranks.together(self._shards, use_xser, copy)
+        states = ranks.gather(get_rng_state())
+        stages = {}  # each pipeline stage holds tensors of its own
+        for part in ranks.gather(layout.to_json(layouts)):
+            stages |= part
+        if dist.get_rank() == 0:
+            self._small["random_state"]["ranks"] = states
+            metadata = self._metadata(stages, ties)
+            shards.append(lambda aside: {aside / layout.METADATA: layout.write_metadata(aside, metadata)})
+        return shards + ranks.together(self._objects, copy)
+
+    def _shards(self, use_xser: bool, copy: bool) -> list[Job]:
+        place, jobs = ranks.my_place(), []
+        if device_type(self._weights) == "xla":
+            import torch_xla
+
+            torch_xla.sync()  # a graph that is still pending would run once for every tensor
+
+        def add(name: str, value: dict, share: bool, what: str) -> None:
+            tensors.check(value, what)
+            if not (place.dp == 0 or use_xser or not share):
+                return
+            value = tensors.to_host(value, copy=True) if copy else value
+            if use_xser:
+                among = (place.dp, place.replicas) if share else (0, 1)
+                jobs.append(lambda aside: tensors.save_xser(value, aside / name, *among))
+            else:
+                jobs.append(lambda aside: tensors.save_plain(value, aside / name))
+
+        if self._weights is not None:
+            add("model/" + place.file(dp=False), self._weights, True, "model")
+        if self._state is not None:
+            add("optim/" + place.file(dp=self._zero1), self._state, not self._zero1, "optimizer")
+        return jobs
+
+    def _objects(self, copy: bool) -> list[Job]:
+        """The small files, which rank 0 writes. They are checked on every rank."""
+        for name, value in self._small.items():
+            tensors.check(value, name)
+        if dist.get_rank() > 0:
+            return []
+        found = {f"{name}.pt": tensors.to_host(value, copy=copy) for name, value in self._small.items()}
+        return [lambda aside, n=name, v=value: tensors.save_plain(v, aside / n) for name, value in found.items()]
+
+    def _metadata(self, layouts: dict, ties: list[list[str]]) -> dict:
+        config = getattr(self._model, "config", None)
+        optimizer = {"zero1": self._zero1, "parameters": parameter_names(self._model, self._optimizer)}
+        return {
+            "mesh": ranks.mesh(),
+            "architecture": type(self._model).__name__,
+            "config": json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else None,
+            "model": layouts,
+            "tied": ties,
+            "optimizer": None if self._state is None else optimizer,
+        }
+
+
+def device_type(weights: dict | None) -> str:
+    """The kind of device that a model's tensors are on."""
+    return next((t.device.type for t in (weights or {}).values() if isinstance(t, torch.Tensor)), "cpu")
+
+
+def parameter_names(model, optimizer) -> list[str] | None:
+    """The names of the optimizer's parameters, in the order of its groups; None where one of them is not the model's."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(optimizer, "param_groups"):
+        return None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+    return None if None in found else found

@@ -1,0 +1,211 @@
+"""A folder of checkpoints: which of them are complete, which is the latest, how one is published and how one goes.
+
+`<folder>/<tag>` is complete once its `done` marker is there. A save is written to `<tag>.incomplete` and renamed; a complete
+checkpoint of the same tag waits as `<tag>.replaced` until then, and takes its place again if the save is interrupted.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from .files import Digest, check_file, sync_directory, write_text
+
+STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
+INCOMPLETE, REPLACED, REMOVED = ".incomplete", ".replaced", ".removed"
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A complete checkpoint.
+
+    Attributes:
+        tag: its name.
+        path: where it lies.
+        step: the training step: from its marker, else the number at the end of its tag.
+        sequence: counts the saves into one folder; 0 if another library wrote it.
+        files: the digest of each of its files by relative name; empty if another library wrote it.
+        mesh: the sizes of the mesh that wrote it; empty if another library did.
+    """
+
+    tag: str
+    path: Path
+    step: int | None
+    sequence: int
+    files: dict[str, Digest]
+    mesh: dict[str, int]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Orders checkpoints, the latest last."""
+        return (-1 if self.step is None else self.step, self.sequence)
+
+    def check(self, file: str | Path) -> None:
+        """Raises FileNotFoundError or ValueError unless `file`, of this checkpoint, is as it was written."""
+        check_file(file, self.files.get(str(Path(file).relative_to(self.path))))
+
+
+def check_tag(tag: object) -> str:
+    """The tag as a name.
+
+    Raises:
+        ValueError: it is empty, is a path, or has an ending with a meaning here.
+    """
+    name = str(tag)
+    if not name or name in (".", "..") or "/" in name or name.endswith((INCOMPLETE, REPLACED, REMOVED)):
+        raise ValueError(f"tag {name!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} or {REMOVED}")
+    return name
+
+
+def step_of(tag: str) -> int | None:
+    """The number at the end of a tag, as in `step_1000`."""
+    match = re.search(r"(\d+)$", tag)
+    return int(match[1]) if match else None
+
+
+def _read(path: Path, tag: str) -> Complete | None:
+    try:
+        text = (path / DONE).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if text.strip() in ("", "1"):  # written by the vendor's library
+        return Complete(tag, path, step_of(tag), 0, {}, {})
+    try:
+        marker = json.loads(text)
+        files = {name: Digest(**digest) for name, digest in marker["files"].items()}
+        return Complete(tag, path, marker["step"], marker["sequence"], files, marker["mesh"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def complete(folder: str | Path) -> list[Complete]:
+    """The complete checkpoints, the latest last. By what the markers say, never by the time of a file."""
+    folder, found = Path(folder), {}
+    paths = [p for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    for path in sorted(paths, key=lambda p: p.name.endswith(REPLACED), reverse=True):  # the replacement last: it wins
+        if not path.name.endswith((INCOMPLETE, REMOVED)):
+            tag = path.name.removesuffix(REPLACED)
+            if (item := _read(path, tag)) is not None:
+                found[tag] = item
+    return sorted(found.values(), key=lambda item: (item.age, item.tag))
+
+
+def incomplete(folder: str | Path) -> list[Path]:
+    """What interrupted saves and removals have left."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    kept = {item.path for item in complete(folder)}
+    return sorted(p for p in folder.iterdir() if p not in kept and p.is_dir() and _is_ours(p))
+
+
+def _is_ours(path: Path) -> bool:
+    """A folder that a save has made, and not one that a user keeps beside the checkpoints."""
+    return path.name.endswith((INCOMPLETE, REPLACED, REMOVED)) or (path / STARTED).exists()
+
+
+def latest(folder: str | Path) -> Complete:
+    """The complete checkpoint with the highest step.
+
+    Raises:
+        RuntimeError: there is none; with what interrupted saves have left.
+        ValueError: several come last, and their markers and tags do not tell which is the latest.
+    """
+    found = complete(folder)
+    if not found:
+        rest = ", ".join(p.name for p in incomplete(folder))
+        raise RuntimeError(f"no complete checkpoint under {folder}" + (f"; incomplete: {rest}" if rest else ""))
+    last = [item for item in found if item.age == found[-1].age]
+    if len(last) > 1:
+        names = ", ".join(item.tag for item in last)
+        raise ValueError(f"{folder}: neither markers nor tags tell which of {names} is the latest; name the tag to load")
+    return found[-1]
+
+
+def find(folder: str | Path, tag: object) -> Complete:
+    """The complete checkpoint of that tag.
+
+    Raises:
+        FileNotFoundError: there is none; says whether it is incomplete, and which tags are complete.
+    """
+    found = {item.tag: item for item in complete(folder)}
+    if str(tag) in found:
+        return found[str(tag)]
+    halves = [p.name for p in incomplete(folder)]
+    state = "is incomplete" if any(n.split(".")[0] == str(tag) or n == str(tag) for n in halves) else "does not exist"
+    raise FileNotFoundError(f"checkpoint {Path(folder) / str(tag)} {state}; complete: {', '.join(found) or 'none'}")
+
+
+def begin(folder: str | Path, tag: str) -> Path:
+    """Makes the empty folder that a save is written to."""
+    aside = Path(folder) / (tag + INCOMPLETE)
+    if aside.exists():
+        shutil.rmtree(aside)
+    for name in ("model", "optim"):
+        (aside / name).mkdir(parents=True)
+    write_text(aside / STARTED, "1")
+    return aside
+
+
+def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> Path:
+    """Turns a folder that is written and flushed into the complete checkpoint of its tag, and returns where that lies."""
+    folder, tag = aside.parent, aside.name.removesuffix(INCOMPLETE)
+    final, replaced = folder / tag, folder / (tag + REPLACED)
+    earlier = complete(folder)
+    for name in ("model", "optim"):
+        if not any((aside / name).iterdir()):
+            (aside / name).rmdir()
+    for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
+        sync_directory(path)
+    if final.exists():
+        if _read(final, tag) is None and not _is_ours(final):
+            raise ValueError(f"{final} exists and is no checkpoint: choose another tag")
+        if _read(final, tag) is not None:
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            final.rename(replaced)
+        else:
+            shutil.rmtree(final)
+    aside.rename(final)
+    sync_directory(folder)
+    marker = {
+        "format": 1,
+        "tag": tag,
+        "step": step,
+        "sequence": 1 + max((item.sequence for item in earlier), default=0),
+        "mesh": mesh,
+        "files": {name: digest._asdict() for name, digest in sorted(files.items())},
+    }
+    write_text(final / DONE, json.dumps(marker, indent=1))
+    sync_directory(final)
+    if replaced.exists():
+        remove(replaced)
+    return final
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint, its `done` marker first, so that an interrupted removal leaves none that looks complete."""
+    (path / DONE).unlink(missing_ok=True)
+    sync_directory(path)
+    gone = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
+    if gone != path:
+        if gone.exists():
+            shutil.rmtree(gone)
+        path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def rotate(folder: str | Path, num_kept: int | None, current: str) -> None:
+    """Keeps the `num_kept` latest complete checkpoints, `current` among them, and clears away what interrupted ones left.
+
+    Args:
+        num_kept: None or -1 keeps all and clears nothing.
+    """
+    if num_kept is None or num_kept == -1:
+        return
+    others = [item for item in complete(folder) if item.tag != current]
+    for item in others[: max(len(others) - (num_kept - 1), 0)]:
+        remove(item.path)
+    for path in incomplete(folder):
+        remove(path)
