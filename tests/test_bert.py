@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertForPreTraining as HuggingFaceBert
 
-from tutorial_lib.models.bert import BertForPreTraining, model_inputs
+from tutorial_lib.models.bert import BertForPreTraining, make_config, model_inputs, parameter_count
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.sharding import partition_of
@@ -138,6 +138,39 @@ def test_training_equals_one_process(ranks, tp, dp, accumulation, choice, zero):
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def odd_vocabulary(steps):
+    model = BertForPreTraining(config(vocab_size=97), True, True).double()
+    optimizer = initialize_parallel_optimizer(neuronx_distributed_config(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size()
+    ), torch.optim.AdamW, model.parameters(), lr=1e-2)  # fmt: skip
+    batches = [micro_batch(index, vocabulary=97) for index in range(steps)]
+    losses = [step.loss for step in train(model, optimizer, iter(batches), steps=steps)]
+    return losses, merged(dict(model.named_parameters()), model)
+
+
+def test_a_vocabulary_that_does_not_divide_changes_nothing(ranks):
+    losses, weights = ranks(odd_vocabulary, 3, world_size=1, tp=1)[0]
+    for found_losses, found in ranks(odd_vocabulary, 3, world_size=4, tp=4):
+        assert found_losses == pytest.approx(losses, abs=1e-10)
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    assert found["cls.predictions.bias"].shape == (97,)
+
+
+def counted(preset, choice):
+    with torch.device("meta"):
+        model = BertForPreTraining(make_config(preset, 1), *choice)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("preset", ["tiny", "full"])
+def test_parameters_in_closed_form(ranks, preset, choice):
+    for tp in (1, 4):
+        expected = parameter_count(make_config(preset, tp, choice[0]), tp, *choice)
+        assert ranks(counted, preset, choice, world_size=tp, tp=tp) == [expected] * tp
+
+
 def build(changes, choice):
     BertForPreTraining(config(**changes), *choice)
 
@@ -147,7 +180,6 @@ def build(changes, choice):
     [
         ({"num_attention_heads": 2, "hidden_size": 32}, (False, False), "2 is not divisible by 4"),
         ({"intermediate_size": 66}, (True, False), "66"),
-        ({"vocab_size": 97}, (True, True), "97"),
     ],
 )
 def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, choice, numbers):

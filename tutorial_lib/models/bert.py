@@ -14,15 +14,49 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
-from tutorial_lib.parallel_layers.utils import divide
+from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
 from .initialize import finish, initialize_sharded
 
 PRESETS = {
-    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512),
-    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1024),
-    "full": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),  # BERT-large
+    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
+    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
+    "full": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, vocab_size=30522),  # BERT-large
 }
+
+
+def make_config(preset: str, tp_size: int = 1, shard_mlp: bool = False, **changes) -> BertConfig:
+    """The configuration of a preset, checked against the tensor-parallel size.
+
+    Args:
+        preset: a key of `PRESETS`; `full` is bert-large-uncased. The feed-forward size is 4H.
+        changes: fields of `BertConfig` to set otherwise.
+
+    Raises:
+        ValueError: an unknown preset, or heads or a feed-forward size that `tp_size` does not divide.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+    sizes = PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes
+    config = BertConfig(**sizes)
+    ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+    ensure_divisibility(config.hidden_size, config.num_attention_heads, "hidden size over attention heads")
+    if shard_mlp:
+        ensure_divisibility(config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks")
+    return config
+
+
+def parameter_count(config: BertConfig, tp_size: int, shard_mlp: bool = False, shard_vocabulary: bool = False) -> int:
+    """Parameters of one rank, in closed form."""
+    hidden, feed_forward, tp = config.hidden_size, config.intermediate_size, tp_size
+    attention = 3 * (hidden + 1) * hidden // tp + hidden * hidden // tp + hidden
+    cut = tp if shard_mlp else 1
+    mlp = (hidden + 1) * feed_forward // cut + feed_forward * hidden // cut + hidden
+    layer = attention + mlp + 2 * 2 * hidden  # and two norms
+    vocabulary = -(-config.vocab_size // tp) if shard_vocabulary else config.vocab_size
+    embeddings = (vocabulary + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
+    heads = 2 * (hidden + 1) * hidden + 2 * hidden + vocabulary + 2 * (hidden + 1)  # pooler, transform, norm, bias, NSP
+    return config.num_hidden_layers * layer + embeddings + heads
 
 
 class ParallelSelfAttention(hf.BertSelfAttention):
@@ -76,9 +110,10 @@ class BertForPreTraining(hf.BertForPreTraining):
         config: Hugging Face's.
         shard_mlp: cut the feed-forward layers too. The published tutorial leaves them whole.
         shard_vocabulary: cut the word embeddings and the head; `prediction_logits` are then this rank's `[B, S, V/T]`.
+            A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
 
     Raises:
-        ValueError: heads, feed-forward size or vocabulary that the tensor-parallel size does not divide.
+        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide.
     """
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
@@ -93,10 +128,12 @@ class BertForPreTraining(hf.BertForPreTraining):
                     layer.output = ParallelOutput(config)
             if shard_vocabulary:
                 self.bert.embeddings.word_embeddings = ParallelEmbedding(
-                    config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+                    config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, pad=True
                 )
                 head = self.cls.predictions
-                head.decoder = ColumnParallelLinear(config.hidden_size, config.vocab_size, gather_output=False)
+                head.decoder = ColumnParallelLinear(
+                    config.hidden_size, config.vocab_size, gather_output=False, pad=True
+                )
                 head.bias = head.decoder.bias
                 self.tie_weights()
         finish(self)
@@ -133,7 +170,7 @@ class BertForPreTraining(hf.BertForPreTraining):
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.shard_vocabulary:
-            return parallel_cross_entropy(logits, labels)
+            return parallel_cross_entropy(logits, labels, vocab_size=self.config.vocab_size)
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
 
 

@@ -3,8 +3,34 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
+
+from tutorial_lib.launch import on_trainium
+
+TRAINIUM_CORE = 16 * 2**30  # bytes of device memory for each NeuronCore of a trn1 instance
+
+
+def require_memory(bytes_per_rank: int, local_ranks: int, backend: str) -> None:
+    """Refuses a training that this machine cannot hold, before anything is allocated.
+
+    Args:
+        bytes_per_rank: weights, gradients, optimizer state and activations of one rank.
+        local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its memory.
+        backend: on `cuda` and on Trainium each rank has a device of its own.
+
+    Raises:
+        ValueError: it does not fit, with the bytes.
+    """
+    if backend == "cuda":
+        available, where = torch.cuda.mem_get_info()[0], "are free on the GPU"
+    elif backend == "xla" and on_trainium():
+        available, where = TRAINIUM_CORE, "are on a NeuronCore"
+    else:
+        available, where = psutil.virtual_memory().available // local_ranks, f"are free for each of {local_ranks} ranks here"
+    if bytes_per_rank > available:
+        raise ValueError(f"a rank needs at least {bytes_per_rank:,} bytes, and {available:,} {where}")
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
