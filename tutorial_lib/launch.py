@@ -139,12 +139,20 @@ def get_device(backend: str) -> torch.device:
     return torch.device("cpu")
 
 
+def uses_xla() -> bool:
+    """Whether this process computes with torch-xla. That it is imported proves nothing: other libraries do that."""
+    if not dist.is_initialized():
+        return False
+    xla_cpu = sys.modules.get("tutorial_lib.xla_cpu")
+    return dist.get_backend() == "xla" or (xla_cpu is not None and xla_cpu.is_started())
+
+
 def mark_step() -> None:
     """The end of a step: on `xla`, what was traced since the last one is compiled (the first time) and run.
 
     The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere nothing waits to be run.
     """
-    if "torch_xla" in sys.modules:
+    if uses_xla():
         import torch_xla
 
         torch_xla.sync()

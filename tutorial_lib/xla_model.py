@@ -1,7 +1,5 @@
 """What the tutorials call on `torch_xla.core.xla_model`, on every backend: `import tutorial_lib.xla_model as xm`."""
 
-import sys
-
 import torch
 import torch.distributed as dist
 
@@ -13,8 +11,8 @@ mark_step = launch.mark_step
 
 
 def xla_device() -> torch.device:
-    """The device that this rank computes on: XLA where torch-xla is in use, CUDA on NCCL, else the CPU."""
-    if "torch_xla" in sys.modules:
+    """The device that this rank computes on: XLA where this process computes with it, CUDA on NCCL, else the CPU."""
+    if launch.uses_xla():
         return launch.get_device("xla")
     on_cuda = dist.is_initialized() and "nccl" in dist.get_backend_config()
     return launch.get_device("cuda" if on_cuda else "cpu")

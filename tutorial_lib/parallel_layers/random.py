@@ -9,12 +9,13 @@ checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
 """
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from tutorial_lib import launch
 
 from . import parallel_state
 
@@ -26,8 +27,8 @@ State = dict[str, torch.Tensor]
 
 
 def _xla():
-    """torch-xla's model module in a process that uses it, else None. Importing it here would start a runtime."""
-    if "torch_xla" not in sys.modules:
+    """torch-xla's model module in a process that computes with it, else None."""
+    if not launch.uses_xla():
         return None
     import torch_xla.core.xla_model as xm
 
