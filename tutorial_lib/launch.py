@@ -97,6 +97,7 @@ def rank_environment(
             environment["PJRT_DEVICE"] = "CPU"
             # Each process is a world of one to torch-xla, which would drop its collectives.
             environment["XLA_ALWAYS_ALLREDUCE"] = "1"
+            environment["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")  # errors alone
     return environment
 
 
@@ -125,7 +126,7 @@ def init_distributed(backend: str, timeout: float = 60.0) -> None:
         dist.init_process_group("gloo", **options)
         from tutorial_lib import xla_cpu
 
-        xla_cpu.start()
+        xla_cpu.start(timeout)
 
 
 def get_device(backend: str) -> torch.device:
@@ -151,6 +152,7 @@ def mark_step() -> None:
     """The end of a step: on `xla`, what was traced since the last one is compiled (the first time) and run.
 
     The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere nothing waits to be run.
+    Every rank calls it, once a step and before it reads a value of that step.
     """
     if uses_xla():
         import torch_xla

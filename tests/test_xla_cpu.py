@@ -1,0 +1,506 @@
+"""XLA between CPU processes. The rank functions run in the pool of `conftest`, whose xla pools have called `start()`."""
+
+import gc
+import os
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tutorial_lib import launch
+from tutorial_lib.xla_cpu.graphs import Collective, find_collectives
+
+XLA = {"backend": "xla", "timeout": 240}
+AXES = [[0, 1], [2, 3]], [[0, 2], [1, 3]]  # tensor parallel, data parallel at TP 2 × DP 2
+
+
+def _xla():
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from tutorial_lib import xla_cpu
+
+    return torch_xla, xm, xla_cpu
+
+
+def _sum(xm, tensor, groups):
+    return xm.all_reduce("sum", tensor, groups=groups, pin_layout=False)
+
+
+# --- values, views, dtypes --------------------------------------------------------------------------------------------
+
+
+def collectives_on_ranks():
+    torch_xla, xm, _ = _xla()
+    rank, pair = launch.dist.get_rank(), [[0, 1]]
+    x = (torch.arange(8.0).reshape(2, 4) + 10 * rank).to("xla")
+    results = [
+        _sum(xm, x, pair),
+        xm.all_reduce("max", x, groups=pair, pin_layout=False),
+        xm.all_reduce("sum", x),  # all ranks, layout pinned: torch-xla's defaults
+        xm.all_gather(x, dim=1, groups=pair, pin_layout=False),
+        xm.all_gather(x),
+        xm.reduce_scatter("sum", x, 0.5, 1, 2, groups=pair, pin_layout=False),
+        xm.all_to_all(x, 0, 1, 2, groups=pair, pin_layout=False),
+        xm.collective_permute(x, [[0, 1], [1, 0]]),
+        x * (rank + 2),  # a graph that differs between the ranks
+    ]
+    in_place = x.clone()
+    xm.all_reduce("sum", [in_place], scale=0.5, groups=pair)
+    torch_xla.sync()
+    return [t.cpu() for t in (*results, in_place, x)]
+
+
+def test_collectives_give_the_values_of_all_ranks_and_leave_their_input(ranks):
+    got = ranks(collectives_on_ranks, world_size=2, **XLA)
+    inputs = [torch.arange(8.0).reshape(2, 4) + 10 * rank for rank in range(2)]
+    total = inputs[0] + inputs[1]
+    for rank in range(2):
+        expected = [
+            total,
+            torch.maximum(*inputs),
+            total,
+            torch.cat(inputs, 1),
+            torch.cat(inputs, 0),
+            total.chunk(2, 1)[rank] / 2,
+            torch.cat([t.chunk(2, 0)[rank] for t in inputs], 1),
+            inputs[1 - rank],
+            inputs[rank] * (rank + 2),
+            total / 2,
+            inputs[rank],
+        ]
+        for index, (a, b) in enumerate(zip(got[rank], expected)):
+            assert torch.equal(a, b), (rank, index, a, b)
+
+
+def dtypes_on_ranks():
+    torch_xla, xm, _ = _xla()
+    rank, tensors = launch.dist.get_rank(), []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool):
+        for shape in ((), (1,), (3, 5), (0, 2)):
+            tensors.append((torch.arange(15)[: max(torch.Size(shape).numel(), 0)].reshape(shape) % 2 + rank).to(dtype))
+    moved = [t.to("xla") for t in tensors]
+    computed = [t.clone() for t in moved]
+    flag = _sum(xm, torch.ones((), device="xla"), [[0, 1]])
+    torch_xla.sync()
+    assert flag.item() == 2
+    big = torch.tensor([2**53 + 1, -(2**62)]).to("xla") + 1
+    torch_xla.sync()
+    assert big.tolist() == [2**53 + 2, -(2**62) + 1]
+    return all(a.dtype == b.dtype and torch.equal(a.cpu(), b) for a, b in zip(computed, tensors))
+
+
+def test_every_dtype_and_shape_keeps_its_bits(ranks):
+    assert ranks(dtypes_on_ranks, world_size=2, **XLA) == [True, True]
+
+
+def views_on_ranks():
+    torch_xla, xm, _ = _xla()
+    import tutorial_lib.xla_cpu.tensors as tensors
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model.to("xla")
+    model[1].weight = model[0].weight
+    model[0].weight.partition_dim = 1
+    x = torch.ones(3, 4).to("xla")
+    y = _sum(xm, x, [[0, 1]])
+    row, flat, alias, column = y[1], y.view(-1), y.detach(), y.t()[2]
+    held = {"closure": (lambda t: lambda: t)(y * 2), "list": [[(y * 3,)]]}
+    only_view = (y * 5)[0].detach()  # nobody can reach what it is a part of
+    with torch.no_grad():
+        model[0].weight.add_(y[:1])
+    version = y._version
+    torch_xla.sync()
+    assert tensors.count_pending("xla:0") == 0 and y._version == version
+    before = [t.cpu().tolist() for t in (row, column, alias[0], held["closure"]()[0], held["list"][0][0][0][0], only_view)]
+    y.add_(1)
+    row.mul_(10)
+    only_view.add_(1)
+    torch_xla.sync()
+    assert torch.equal(y.cpu(), torch.tensor([[3.0] * 4, [30.0] * 4, [3.0] * 4])) and torch.equal(alias.cpu(), y.cpu())
+    assert flat.cpu().tolist() == y.cpu().flatten().tolist() and column.tolist() == [3.0, 30.0, 3.0]
+    assert only_view.tolist() == [11.0] * 4
+    assert model[1].weight is model[0].weight and model[0].weight.partition_dim == 1
+    return before
+
+
+def test_views_aliases_ties_attributes_and_held_tensors_survive_a_step(ranks):
+    for rank in ranks(views_on_ranks, world_size=2, **XLA):
+        assert rank == [[2.0] * 4, [2.0] * 3, [2.0] * 4, [4.0] * 4, [6.0] * 4, [10.0] * 4]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def reading_on_ranks():
+    torch_xla, xm, _ = _xla()
+    x = torch.arange(4.0).to("xla")
+    total = _sum(xm, x, [[0, 1]]).sum()
+    ways = [
+        total.item, lambda: repr(total), total.cpu, lambda: total.to("cpu"), lambda: float(total), lambda: bool(total > 0),
+        total.tolist, lambda: torch.zeros(()).copy_(total), lambda: f"{total:.2f}", lambda: xm.unlazy([total]),
+    ]  # fmt: skip
+    for way in ways:
+        with pytest.raises(RuntimeError, match="mark_step"):
+            way()
+    local = (x * 2).sum().item(), x.tolist()  # neither depends on a collective
+    torch_xla.sync()
+    return total.item(), *local, (total + 1).item()
+
+
+def test_a_value_behind_a_collective_is_refused_before_the_step_and_right_after_it(ranks):
+    assert ranks(reading_on_ranks, world_size=2, **XLA) == [(12.0, 12.0, [0.0, 1.0, 2.0, 3.0], 13.0)] * 2
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Copy(torch.autograd.Function):
+    """forward: identity / backward: all-reduce"""
+
+    @staticmethod
+    def forward(ctx, x, reduce):
+        ctx.reduce = reduce
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.reduce(grad), None
+
+
+class Reduce(torch.autograd.Function):
+    """forward: all-reduce / backward: identity"""
+
+    @staticmethod
+    def forward(ctx, x, reduce):
+        return reduce(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+S, H, N, F = 6, 16, 4, 32
+STEPS, MICRO, CLIP, RATE = 6, 2, 0.05, 1e-2
+
+
+def full_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {"qkv": torch.randn(3, N, H // N, H) / 4, "out": torch.randn(H, N, H // N) / 4,
+            "up": torch.randn(F, H) / 4, "down": torch.randn(H, F) / 6}  # fmt: skip
+
+
+def shard(name: str, weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return weight.chunk(size, {"qkv": 1, "out": 1, "up": 0, "down": 1}[name])[rank].contiguous()
+
+
+def loss_of(w, x, target, copy, reduce):
+    """One transformer block, without norms: attention and MLP, each between a copy and a reduce."""
+    q, k, v = torch.einsum("bsh,kndh->kbnsd", copy(x), w["qkv"])
+    attended = nn.functional.softmax(q @ k.transpose(-1, -2) / 2, -1) @ v
+    x = x + reduce(torch.einsum("bnsd,hnd->bsh", attended, w["out"]))
+    x = x + reduce(nn.functional.gelu(copy(x) @ w["up"].t()) @ w["down"].t())
+    return (x - target).pow(2).mean()
+
+
+def batches() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(STEPS, MICRO, 2, 2, S, H, generator=generator) for _ in range(2))
+
+
+def train(device, tp, dp, reduce_tp, reduce_dp, mark_step):
+    """Returns losses, the last clipped gradients and weights of rank (tp[0], dp[0]) of (tp[1], dp[1])."""
+    w = {n: nn.Parameter(shard(n, t, *tp).to(device)) for n, t in full_weights().items()}
+    rate = torch.tensor(RATE).to(device)
+    optimizer = torch.optim.AdamW(w.values(), lr=rate, capturable=device != "cpu", foreach=False)
+    losses = []
+    x, y = batches()
+    for step in range(STEPS):
+        # What changes from step to step is data, sent to the device. A Python number would be a part of the graph, and
+        # torch's schedulers would read the old rate back.
+        optimizer.param_groups[0]["lr"] = torch.tensor(RATE / (1 + step)).to(device)
+        total = torch.zeros((), device=device)
+        for micro in range(MICRO):
+            inputs = [t[step, micro].chunk(dp[1])[dp[0]].flatten(0, 1).to(device) for t in (x, y)]
+            loss = loss_of(w, *inputs, lambda t: Copy.apply(t, reduce_tp), lambda t: Reduce.apply(t, reduce_tp))
+            (loss / MICRO).backward()
+            total += loss.detach() / MICRO
+        for p in w.values():
+            p.grad = reduce_dp(p.grad) / dp[1]
+        norm = reduce_tp(sum(p.grad.pow(2).sum() for p in w.values())).sqrt()
+        for p in w.values():
+            p.grad.mul_(torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        optimizer.step()
+        loss = reduce_dp(total) / dp[1]
+        grads = {n: p.grad for n, p in w.items()}
+        optimizer.zero_grad()
+        mark_step()
+        losses.append(loss.item())
+    return losses, {n: g.cpu() for n, g in grads.items()}, {n: p.detach().cpu() for n, p in w.items()}
+
+
+def train_on_ranks(cache: str = ""):
+    torch_xla, xm, xla_cpu = _xla()
+    os.environ["TUTORIAL_XLA_CACHE"] = cache
+    rank = launch.dist.get_rank()
+    before = xla_cpu.compilations(), xla_cpu.cache_hits()
+    result = train(
+        "xla", (rank % 2, 2), (rank // 2, 2),
+        lambda t: _sum(xm, t, AXES[0]), lambda t: _sum(xm, t, AXES[1]), torch_xla.sync,
+    )  # fmt: skip
+    counts = xla_cpu.compilations() - before[0], xla_cpu.cache_hits() - before[1]
+    return *result, counts, xla_cpu.collectives(-1)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def test_training_equals_one_process_in_two_compilations_with_the_expected_collectives(ranks):
+    losses, grads, weights = train("cpu", (0, 1), (0, 1), lambda t: t, lambda t: t, lambda: None)
+    assert losses[-1] < losses[0]
+    for rank, (l, g, w, counts, found) in enumerate(ranks(train_on_ranks, world_size=4, **XLA)):
+        assert close(torch.tensor(l), torch.tensor(losses))
+        for name in weights:
+            assert close(g[name], shard(name, grads[name], rank % 2, 2)), name
+            assert close(w[name], shard(name, weights[name], rank % 2, 2)), name
+        assert counts == (2, 0)
+        tp, dp = (tuple(map(tuple, axis)) for axis in AXES)
+        hidden = Collective("all_reduce", "add", tp, (2, S, H), "f32")
+        assert sorted(found) == sorted(
+            [
+                # Per micro-batch two reduces in forward and one copy in backward: the inputs need no gradient.
+                hidden._replace(count=3 * MICRO),
+                *(Collective("all_reduce", "add", dp, tuple(t.shape), "f32") for t in w.values()),
+                Collective("all_reduce", "add", tp, (), "f32"),  # the norm
+                Collective("all_reduce", "add", dp, (), "f32"),  # the loss
+            ]
+        )
+
+
+def test_a_second_run_compiles_nothing_and_a_broken_entry_is_compiled_anew(ranks, tmp_path):
+    first = ranks(train_on_ranks, str(tmp_path), world_size=4, **XLA)
+    assert [r[3] for r in first] in ([(2, 0)] * 4, [(0, 0)] * 4)
+    second = ranks(restarted, train_on_ranks, str(tmp_path), world_size=4, **XLA)
+    third = ranks(restarted, train_on_ranks, str(tmp_path), world_size=4, **XLA)
+    assert [r[3] for r in third] == [(0, 2)] * 4
+    assert [r[0] for r in third] == [r[0] for r in second]
+    for entry in tmp_path.iterdir():
+        entry.write_bytes(entry.read_bytes()[:-1])
+    assert [r[3] for r in ranks(restarted, train_on_ranks, str(tmp_path), world_size=4, **XLA)] == [(2, 0)] * 4
+
+
+def restarted(function, *args):
+    """Runs `function` after a stop and a start in the same process."""
+    _, _, xla_cpu = _xla()
+    xla_cpu.stop()
+    xla_cpu.start(timeout=60)
+    return function(*args)
+
+
+def boundary_before_backward():
+    torch_xla, xm, _ = _xla()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 4))
+    x, grads = torch.arange(12.0).reshape(3, 4), []
+    for device in ("cpu", "xla"):
+        model.to(device).zero_grad()
+        loss = model(x.to(device)).pow(2).mean()
+        if device == "xla":
+            torch_xla.sync()
+        loss.backward()
+        if device == "xla":
+            torch_xla.sync()
+        grads.append([p.grad.cpu() for p in model.parameters()])
+    return all(close(b, a) for a, b in zip(*grads))
+
+
+def test_a_step_boundary_between_forward_and_backward(ranks):
+    assert ranks(boundary_before_backward, world_size=2, **XLA) == [True, True]
+
+
+def torch_xla_ways():
+    torch_xla, xm, xla_cpu = _xla()
+    import torch_xla.distributed.parallel_loader as parallel_loader
+    import torch_xla.runtime as xr
+
+    rank = launch.dist.get_rank()
+    weight = nn.Parameter(torch.zeros(2).to("xla"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    batches = [(torch.full((2,), float(rank + i)), torch.tensor([i])) for i in range(3)]
+    seen = []
+    for x, index in parallel_loader.MpDeviceLoader(batches, torch_xla.device()):
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        xm.optimizer_step(optimizer)  # averages over all ranks
+        seen.append(index)
+    closed = []
+    xm.add_step_closure(lambda t: closed.append(t.tolist()), args=(weight.detach() * 1,))
+    launch.mark_step()
+    return xr.world_size(), xr.global_ordinal(), weight.tolist(), [i.item() for i in seen], closed
+
+
+def test_the_calls_of_torch_xla_end_a_step_and_know_the_world(ranks):
+    got = ranks(torch_xla_ways, world_size=2, **XLA)
+    expected = [-sum((0 + i + 1 + i) / 2 for i in range(3))] * 2
+    assert got == [(2, rank, expected, [0, 1, 2], [expected]) for rank in range(2)]
+
+
+def dropout_on_ranks():
+    torch_xla, xm, _ = _xla()
+    def draw():
+        mask = nn.functional.dropout(torch.ones(64, device="xla"), 0.5)
+        _sum(xm, mask, [[0, 1]])
+        torch_xla.sync()
+        return mask.tolist()
+
+    xm.set_rng_state(7)
+    first, second = draw(), draw()
+    state = xm.get_rng_state()
+    third = draw()
+    xm.set_rng_state(state)
+    resumed = draw()
+    xm.set_rng_state(7)
+    again = draw()
+    return first == again, third == resumed, first != second, second != third, 10 < first.count(0.0) < 54
+
+
+def test_dropout_follows_the_seed_and_resumes(ranks):
+    assert ranks(dropout_on_ranks, world_size=2, **XLA) == [(True,) * 5] * 2
+
+
+def rank_dependent_graphs():
+    torch_xla, xm, _ = _xla()
+    rank = launch.dist.get_rank()
+    x = torch.arange(8.0).to("xla")
+    part = x[rank * 4 : rank * 4 + 4]
+    for _ in range(rank * 3):  # more operations on one rank than on the other
+        part = part + 1
+    gathered = xm.all_gather(part, groups=[[0, 1]], pin_layout=False)
+    again = xm.all_gather(gathered.sum().reshape(1) * (rank + 1), groups=[[0, 1]], pin_layout=False)
+    total = _sum(xm, again, [[0, 1]])
+    torch_xla.sync()
+    return gathered.tolist(), again.tolist(), total.tolist()
+
+
+def test_ranks_may_run_different_graphs(ranks):
+    gathered = [0.0, 1.0, 2.0, 3.0, 7.0, 8.0, 9.0, 10.0]
+    again = [sum(gathered), 2 * sum(gathered)]
+    expected = (gathered, again, [2 * a for a in again])
+    assert ranks(rank_dependent_graphs, world_size=2, **XLA) == [expected] * 2
+
+
+# --- failure ----------------------------------------------------------------------------------------------------------
+
+
+def one_rank_misses_the_step():
+    torch_xla, xm, xla_cpu = _xla()
+    xla_cpu.stop()
+    xla_cpu.start(timeout=3)
+    if launch.dist.get_rank() == 1:
+        time.sleep(4)
+        return "raised elsewhere"
+    y = _sum(xm, torch.ones(3).to("xla"), [[0, 1]])
+    errors = []
+    for _ in range(2):
+        begin = time.monotonic()
+        try:
+            torch_xla.sync()
+        except RuntimeError as error:
+            errors.append((str(error), time.monotonic() - begin))
+    del y
+    return errors
+
+
+def test_ranks_that_wait_in_vain_get_an_error_in_time(ranks):
+    errors, other = ranks(one_rank_misses_the_step, world_size=2, **XLA)
+    assert other == "raised elsewhere"
+    assert "rank 0 of 2 could not finish its step" in errors[0][0] and "3 s" in errors[0][0] and 2.9 < errors[0][1] < 10
+    assert "start them anew" in errors[1][0] and errors[1][1] < 2
+
+
+# --- without ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_xla_without_torch_xla_is_a_clear_error(monkeypatch):
+    find_spec = launch.importlib.util.find_spec
+    missing = {"torch_xla", "libneuronxla"}
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    with pytest.raises(ValueError, match="backend 'xla' needs torch_xla"):
+        launch.check_backend("xla")
+    launch.check_backend("cpu")
+
+
+@pytest.mark.parametrize("trainium", [True, False])
+def test_environment_of_each_backend(monkeypatch, trainium):
+    monkeypatch.setattr(launch, "on_trainium", lambda: trainium)
+    common = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+              "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}  # fmt: skip
+    for backend in launch.BACKENDS:
+        got = launch.rank_environment(
+            backend, 5, 8, master_addr="10.0.0.1", master_port=1234, local_rank=1, local_world_size=4
+        )
+        assert common.items() <= got.items()
+        extra = {k: v for k, v in got.items() if "XLA" in k or "PJRT" in k or "NEURON" in k or "TORCHELASTIC" in k}
+        on_chip = {"PJRT_DEVICE": "NEURON", "TORCHELASTIC_RUN_ID": "tutorial"}
+        on_cpu = {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"}
+        assert extra == ({} if backend != "xla" else on_chip if trainium else on_cpu)
+
+
+def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
+    """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and the world's size."""
+    neuron = pytest.importorskip("torch_xla._internal.neuron")
+    monkeypatch.setattr(launch, "on_trainium", lambda: True)
+    for name in [n for n in os.environ if n.startswith("NEURON")]:
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as patch:
+        env = launch.rank_environment(
+            "xla", 5, 8, master_addr="10.0.0.1", master_port=1234, local_rank=1, local_world_size=4
+        )
+        for name in ("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_WORLD_SIZE", "PJRT_LOCAL_PROCESS_COUNT",
+                     "NEURON_RT_VISIBLE_CORES", "NEURON_PJRT_PROCESS_INDEX", "PJRT_LOCAL_PROCESS_RANK"):  # fmt: skip
+            patch.delenv(name, raising=False)
+            patch.setenv(name, "")  # so that it is taken back afterwards
+            del os.environ[name]
+        for name, value in env.items():
+            patch.setenv(name, value)
+        neuron.configure_pjrt_environment()
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:62182"
+        assert os.environ["NEURON_PJRT_WORLD_SIZE"] == "8" and os.environ["NEURON_PJRT_PROCESS_INDEX"] == "5"
+        assert os.environ["NEURON_RT_VISIBLE_CORES"] == "1" and os.environ["PJRT_LOCAL_PROCESS_RANK"] == "1"
+        assert os.environ["PJRT_LOCAL_PROCESS_COUNT"] == "4"
+
+
+def test_mark_step_is_nothing_without_xla():
+    assert launch.mark_step() is None
+
+
+def test_collectives_are_read_from_hlo_text():
+    text = """
+AddComputation.4 {
+  x.5 = f32[] parameter(0)
+  y.6 = f32[] parameter(1)
+  ROOT add.7 = f32[] add(x.5, y.6)
+}
+
+ENTRY IrToHlo.42 {
+  p1.2 = bf16[3,4]{1,0} parameter(1)
+  p0.1 = bf16[] parameter(0)
+  all-reduce.10 = (bf16[3,4]{1,0}, bf16[]) all-reduce(p1.2, p0.1), replica_groups={{0,1},{2,3}}, to_apply=AddComputation.4
+  get-tuple-element.11 = bf16[3,4]{1,0} get-tuple-element(all-reduce.10), index=0
+  all-gather.22 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
+  all-gather.23 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
+  collective-permute.1 = bf16[6,4]{1,0} collective-permute(all-gather.23), source_target_pairs={{0,1},{1,0}}
+  ROOT tuple.41 = (bf16[6,4]{1,0}) tuple(all-gather.22)
+}
+"""
+    tp, dp = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    found = find_collectives([text])
+    assert found == [
+        Collective("all_reduce", "add", tp, (3, 4), "bf16", 1),
+        Collective("all_gather", None, dp, (3, 4), "bf16", 2),
+        Collective("collective_permute", None, ((0, 1), (1, 0)), (6, 4), "bf16", 1),
+    ]
+    assert [c.nbytes for c in found] == [24, 24, 48]

@@ -1,0 +1,105 @@
+"""XLA between CPU processes: the `xla` backend on machines without Trainium.
+
+torch-xla traces each rank's step as it would for Trainium, collectives with their replica groups included. Its own CPU
+client cannot reach another process, though. So at the step boundary the pending graph goes to jaxlib's client instead,
+which compiles it as one replica of a program of `world_size` and runs its collectives between the processes:
+
+    trace (torch-xla) → HLO → compile (jaxlib) → run, buffers shared both ways → results become the tensors' data
+
+`start()` puts this behind the calls that a program for Trainium makes: `torch_xla.sync()`, `xm.mark_step()`,
+`xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`, `xr.global_ordinal()`. `stop()` takes it away.
+
+- `tensors`: which tensors are pending, and how one gets its result.
+- `client`: the processes' connection, compilation, the persistent cache, execution with a time-out.
+- `reading`: a value that depends on a collective cannot be read before the step.
+- `graphs`: the collectives of a compiled graph.
+"""
+
+import atexit
+
+import torch
+import torch.distributed as dist
+
+from .graphs import Collective, find_collectives
+
+_mesh = None
+
+
+def start(timeout: float = 60.0) -> None:
+    """Connects the processes of the default process group and takes over torch-xla's step boundary.
+
+    Every rank calls it, before its first XLA tensor. Again after `stop()` is fine.
+
+    Args:
+        timeout: seconds that a step waits for ranks that do not reach theirs.
+
+    Raises:
+        RuntimeError: it is started already, or the process group is missing.
+    """
+    global _mesh
+    if _mesh is not None:
+        raise RuntimeError("XLA between CPU processes is started already: stop() comes first")
+    if not dist.is_initialized():
+        raise RuntimeError("XLA between CPU processes needs a process group: call init_process_group first")
+    from .mesh import Mesh
+
+    _mesh = Mesh(dist.get_rank(), dist.get_world_size(), timeout)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """Gives torch-xla its own step boundary back and disconnects. No rank waits for another, save rank 0 for all."""
+    global _mesh
+    if _mesh is not None:
+        atexit.unregister(stop)
+        mesh, _mesh = _mesh, None
+        mesh.close()
+
+
+def is_started() -> bool:
+    return _mesh is not None
+
+
+def mark_step() -> int:
+    """Runs everything pending on this rank; every rank calls it. Returns how many tensors got their value.
+
+    `torch_xla.sync()` does this and runs the step closures; prefer it, as it means the same on Trainium.
+
+    Raises:
+        RuntimeError: a rank ended or did not come in time. The mesh has to be started anew then.
+    """
+    return _started().run_pending(str(_xla_device()))
+
+
+def compilations() -> int:
+    """How many graphs this process has compiled since `start()`. A training loop needs two: the first step and all others."""
+    return _started().client.compilations
+
+
+def cache_hits() -> int:
+    """How many graphs came from the persistent cache instead."""
+    return _started().client.cache_hits
+
+
+def collectives(graph: int | None = None) -> list[Collective]:
+    """The collectives in the graphs that have run, equal ones counted together, in the order of their first appearance.
+
+    Args:
+        graph: index of one graph, in the order of first use (-1 for the newest); by default all graphs. A graph counts
+            once, however often it ran.
+    """
+    graphs = list(_started().client.graphs.values())
+    chosen = graphs if graph is None else [graphs[graph]]
+    return find_collectives([g.hlo_text for g in chosen])
+
+
+def _started():
+    if _mesh is None:
+        raise RuntimeError("XLA between CPU processes is not started: init_distributed('xla') does it")
+    return _mesh
+
+
+def _xla_device() -> torch.device:
+    import torch_xla
+
+    return torch_xla.device()

@@ -1,0 +1,217 @@
+"""jaxlib's CPU client over several processes: connection, compilation with a persistent cache, execution with a time-out."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import socket
+import sys
+import warnings
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+
+import jaxlib
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch_xla
+from jaxlib import _jax, xla_client
+
+_XLAC = torch_xla._XLAC
+CACHE_VARIABLE = "TUTORIAL_XLA_CACHE"
+_DIGEST = 32  # bytes of a SHA-256
+
+
+class Graph:
+    """A compiled graph."""
+
+    def __init__(self, computation, executable):
+        self._computation, self.executable = computation, executable
+
+    @cached_property
+    def hlo_text(self) -> str:
+        """As torch-xla traced it, before XLA's own passes: what a compiler for Trainium would get."""
+        return self._computation.as_hlo_text()
+
+
+class Client:
+    """The connection of this process with its peers.
+
+    Args:
+        rank, world_size: of the default process group, over which the processes agree on a port.
+        timeout: seconds that a step may take, from the moment this rank reaches it.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: float):
+        self.compilations = self.cache_hits = 0
+        self.graphs: dict[str, Graph] = {}
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self._broken: str | None = None
+        self._connect()
+        self._device = self._client.local_devices()[0]
+        self._devices = xla_client.DeviceList((self._device,))
+        self._options = xla_client.CompileOptions()
+        self._options.num_replicas, self._options.num_partitions = world_size, 1
+        order = sorted(self._client.devices(), key=lambda device: device.process_index)
+        self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id] for d in order]))
+
+    def _connect(self) -> None:
+        """Rank 0 serves what the others need to find each other; the collectives then go from process to process."""
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        address = [f"{host}:{_free_port()}" if self._rank == 0 else None]
+        dist.broadcast_object_list(address)
+        seconds = max(int(self._timeout), 1)
+        if self._rank == 0:
+            self._service = _jax.get_distributed_runtime_service(
+                address[0], self._world_size, cluster_register_timeout=seconds, shutdown_timeout=seconds
+            )
+        # Recoverable: the service does not end the other processes if one of them is lost. They find out by themselves,
+        # with an exception rather than an abort. Only the loss of rank 0 ends all.
+        self._store = _jax.get_distributed_runtime_client(
+            address[0], self._rank, rpc_timeout=seconds, init_timeout=seconds, shutdown_timeout=seconds,
+            shutdown_on_destruction=False, recoverable=True,
+        )  # fmt: skip
+        self._store.connect()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        collectives = _jax.make_gloo_tcp_collectives(
+            distributed_client=self._store, hostname=None if interface else host, interface=interface
+        )
+        self._client = xla_client.make_cpu_client(
+            distributed_client=self._store, node_id=self._rank, num_nodes=self._world_size, collectives=collectives
+        )
+
+    def close(self) -> None:
+        """Disconnects. Rank 0 waits until all have, as the others abort when its service ends before that."""
+        failed = self._broken or getattr(sys, "last_value", None) is not None
+        if not failed:
+            try:
+                self._store.key_value_set(f"closed/{self._rank}", "")
+                if self._rank == 0:
+                    for rank in range(self._world_size):
+                        self._store.blocking_key_value_get(f"closed/{rank}", int(self._timeout * 1000))
+            except _jax.XlaRuntimeError as error:
+                warnings.warn(f"not every rank has disconnected: {error}", stacklevel=2)
+        self._store.shutdown()
+        self.graphs.clear()
+
+    # --- compile ----------------------------------------------------------------------------------------------------
+
+    def _graph(self, tensors: list[torch.Tensor]) -> Graph:
+        key = _XLAC._get_graph_hash(tensors)
+        if key not in self.graphs:
+            hlo = _XLAC._get_xla_tensors_hlo_proto(tensors)
+            computation = xla_client.XlaComputation(hlo)
+            entry = self._cache_entry(hlo)
+            executable = self._load(entry)
+            if executable is None:
+                module = _jax.mlir.xla_computation_to_mlir_module(computation)
+                executable = self._client.compile_and_load(module, self._devices, self._options)
+                self.compilations += 1
+                self._save(entry, executable)
+            self.graphs[key] = Graph(computation, executable)
+        return self.graphs[key]
+
+    def _cache_entry(self, hlo: bytes) -> Path | None:
+        """The file of a compiled graph. Its name covers all that the machine code depends on."""
+        folder = os.environ.get(CACHE_VARIABLE, "build/xla_cache")
+        if not folder:
+            return None
+        identity = [torch_xla.__version__, jaxlib.__version__, str(self._world_size), str(self._rank), _processor()]
+        identity.append(os.environ.get("XLA_FLAGS", ""))
+        return Path(folder) / hashlib.sha256("\0".join(identity).encode() + hlo).hexdigest()
+
+    def _load(self, entry: Path | None):
+        if entry is None or not entry.exists():
+            return None
+        try:
+            content = entry.read_bytes()
+            if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
+                raise ValueError(f"its {len(content)} bytes are not those that were written")
+            executable = self._client.deserialize_executable(content[_DIGEST:], self._devices, self._options)
+        except (OSError, ValueError, _jax.XlaRuntimeError) as error:
+            warnings.warn(f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2)
+            return None
+        self.cache_hits += 1
+        return executable
+
+    def _save(self, entry: Path | None, executable) -> None:
+        if entry is None:
+            return
+        content = self._client.serialize_executable(executable)
+        partial = entry.with_suffix(f".{os.getpid()}")
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+            partial.replace(entry)
+        except OSError as error:
+            warnings.warn(f"compiled graph {entry} cannot be kept for the next run: {error}", stacklevel=2)
+
+    # --- run --------------------------------------------------------------------------------------------------------
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The values of the pending `tensors`, as XLA tensors.
+
+        Raises:
+            RuntimeError: a peer ended, or did not run its graph within the time-out; and from then on.
+        """
+        if self._broken:
+            raise RuntimeError(f"the ranks are out of step since an earlier error, start them anew: {self._broken}")
+        graph = self._graph(tensors)
+        _, parameters = _XLAC._get_tensors_xla_device_data_node(tensors)
+        if any(map(_XLAC._is_placecholder, parameters)):  # spelled so in torch-xla
+            raise RuntimeError(
+                "this step needs a value that an earlier step boundary could not keep, as C++ alone held it: saved for "
+                "backward, for example. Put the boundary behind backward()"
+            )
+        _XLAC._xla_wait_device_ops([])
+        arguments = [
+            _jax.dlpack_managed_tensor_to_buffer(_XLAC._to_dlpack(p), self._device, None) for p in parameters
+        ]
+        try:
+            outputs = self._wait_for(graph.executable, arguments)
+        except (FutureTimeout, _jax.XlaRuntimeError) as error:
+            what = str(error) or f"not all ranks ran their step within {self._timeout:g} s; did one of them raise?"
+            self._broken = what
+            raise RuntimeError(f"rank {self._rank} of {self._world_size} could not finish its step: {what}") from error
+        assert len(outputs) == len(tensors), f"{len(outputs)} results for {len(tensors)} tensors"
+        return [_XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(output)) for output in outputs]
+
+    def _wait_for(self, executable, arguments: list) -> list:
+        """Runs in a thread: XLA gives a collective no time-out, and a thread can be left to wait alone."""
+        future = Future()
+
+        def execute():
+            try:
+                results = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+                outputs = [arrays[0] for arrays in results]
+                for output in outputs:
+                    output.block_until_ready()
+                future.set_result(outputs)
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=execute, daemon=True).start()
+        try:
+            return future.result(self._timeout)
+        except BaseException:
+            # The thread may never end. Its client must not be destroyed, which would wait for it at exit.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._client))
+            raise
+
+
+def _processor() -> str:
+    """What the machine code of a compiled graph may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,50 @@
+"""One step over all processes, and torch-xla's own step boundary replaced by it."""
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+
+from . import tensors
+from .client import Client
+from .reading import Guard
+
+_XLAC = torch_xla._XLAC
+
+
+class Mesh:
+    """This process's place among the processes that run their graphs together."""
+
+    def __init__(self, rank: int, world_size: int, timeout: float):
+        torch_xla.device()  # before the first backward() of the process, or autograd has no queue for the device
+        self.client = Client(rank, world_size, timeout)
+        self._guard = Guard()
+        self._live = tensors.LiveTensors()
+        self._own_step_marker = _XLAC._xla_step_marker
+        self._own_world = xr._WORLD_SIZE, xr._ORDINAL
+        _XLAC._xla_step_marker = self._step_marker
+        xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
+
+    def close(self) -> None:
+        _XLAC._xla_step_marker = self._own_step_marker
+        xr._WORLD_SIZE, xr._ORDINAL = self._own_world
+        self._live.close()
+        self._guard.remove()
+        self.client.close()
+
+    def _step_marker(self, device: str, devices: list[str], wait: bool = True, reset_scope: bool = True) -> None:
+        """In place of torch-xla's, which all of its ways to end a step come down to."""
+        self.run_pending(device)
+        # Nothing is left to run. This ends the step for torch-xla: the next random seed, a new chain of collectives.
+        self._own_step_marker(device, devices, wait=wait, reset_scope=reset_scope)
+
+    @torch.no_grad()
+    def run_pending(self, device: str) -> int:
+        """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
+        pending = tensors.find_pending(self._live, device)
+        if pending:
+            results = self.client.run([aliases[0] for aliases in pending.values()])
+            tensors.set_data(pending, results)
+        tensors.drop_rest(device)
+        self._guard.open()
+        _XLAC._set_all_reduce_token(device, None)
+        return len(pending)

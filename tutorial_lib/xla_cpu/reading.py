@@ -1,0 +1,95 @@
+"""A value that depends on a collective cannot be read before the step.
+
+Read early (`loss.item()`, `print(loss)`), torch-xla would run the tensor's graph by itself, in this process alone, and the
+all-reduce of one process is the identity: a wrong number and no error. So from the first collective of a step up to its
+boundary torch-xla may execute nothing, and the ways to read a tensor look at its graph first.
+"""
+
+import functools
+import re
+import warnings
+
+import torch
+import torch_xla
+
+_XLAC = torch_xla._XLAC
+
+COLLECTIVES = [
+    name
+    for name in dir(_XLAC)
+    if re.match(r"_xla_(all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)", name)
+]
+_IN_TEXT = re.compile(
+    r"xla::(cross_replica_sum|all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)"
+)
+_READERS = ("cpu", "to", "item", "tolist", "copy_", "__bool__", "__float__", "__int__", "__index__", "__contains__")
+
+
+class Guard:
+    """Stands before the ways to read an XLA tensor while a collective is pending."""
+
+    def __init__(self):
+        self._undo = []
+        for name in COLLECTIVES:
+            self._replace(_XLAC, name, self._tracing(getattr(_XLAC, name)))
+        for name in _READERS:
+            self._replace(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
+        for name in ("_xla_get_cpu_tensors", "_xla_sync_multi"):
+            self._replace(_XLAC, name, self._reading(getattr(_XLAC, name)))
+        # xm.all_reduce over all ranks goes through the dispatcher, which would bypass the replacement above.
+        self._library = torch.library.Library("_c10d_functional", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            self._library.impl("all_reduce", _all_reduce_of_all, "XLA", allow_override=True)
+
+    def remove(self) -> None:
+        self.open()
+        self._library._destroy()
+        for owner, name, own, original in reversed(self._undo):
+            setattr(owner, name, original) if own else delattr(owner, name)
+
+    def open(self) -> None:
+        """The step is over: nothing that is pending holds a collective."""
+        _XLAC._set_allow_execution(True)
+
+    def _replace(self, owner, name: str, function) -> None:
+        self._undo.append((owner, name, name in vars(owner), getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def _tracing(self, function):
+        @functools.wraps(function)
+        def trace(*args, **kwargs):
+            _XLAC._set_allow_execution(False)
+            return function(*args, **kwargs)
+
+        return trace
+
+    def _reading(self, function):
+        @functools.wraps(function)
+        def read(*args, **kwargs):
+            if _XLAC._get_allow_execution():
+                return function(*args, **kwargs)
+            tensors = [t for arg in args[:2] for t in (arg if isinstance(arg, (list, tuple)) else [arg])]
+            _check([t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "xla"])
+            _XLAC._set_allow_execution(True)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _XLAC._set_allow_execution(False)
+
+        return read
+
+
+def _check(tensors: list[torch.Tensor]) -> None:
+    pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors)) if needed]
+    if pending and _IN_TEXT.search(_XLAC._get_xla_tensors_text(pending)):
+        shapes = ", ".join(str(tuple(t.shape)) for t in pending)
+        raise RuntimeError(
+            f"the value of an XLA tensor of shape {shapes} depends on a collective of this step, which has not run: "
+            "call mark_step() (torch_xla.sync()) on every rank first, then read it"
+        )
+
+
+def _all_reduce_of_all(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    result = _XLAC._xla_all_reduce(reduce_op, tensor, 1.0, [], False)
+    return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result

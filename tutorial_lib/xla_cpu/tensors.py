@@ -1,0 +1,160 @@
+"""Which tensors are pending, and how one gets its result.
+
+torch-xla knows its live tensors, but hands none to Python. The garbage collector does: every tensor that Python can
+reach is one of its objects. What C++ alone holds (activations saved for backward, a view's base) hangs on one of these.
+"""
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch_xla
+
+_XLAC = torch_xla._XLAC
+_OLDEST = 2  # the collector's generation of objects that stay
+
+
+class LiveTensors:
+    """The XLA tensors that Python can reach, without a look at all of the half a million objects of a process.
+
+    An object enters the collector's oldest generation only in a collection of the one before (or of all). So it is
+    enough to note the tensors of the younger generations each time that one starts.
+    """
+
+    def __init__(self):
+        self._old: dict[int, weakref.ref] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
+        self._note(gc.get_objects())
+        gc.callbacks.append(self._before_collection)
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._before_collection)
+
+    def _before_collection(self, phase: str, info: dict) -> None:
+        if phase == "start" and info["generation"] >= _OLDEST - 1:
+            for generation in range(_OLDEST):
+                self._note(gc.get_objects(generation))
+
+    def _note(self, objects: list) -> None:
+        # Touch none of them: a collection may start while a tensor is half made.
+        for obj in _tensors(objects):
+            self._old[id(obj)] = weakref.ref(obj)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._old = {key: reference for key, reference in self._old.items() if reference() is not None}
+        old = [reference() for reference in self._old.values()]
+        for objects in (old, *(gc.get_objects(generation) for generation in range(_OLDEST))):
+            for tensor in _tensors(objects):
+                tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
+                # One that is not functional is the inside of one that is, seen by a kernel written in Python.
+                if tensor.device.type == "xla" and torch._is_functional_tensor(tensor):
+                    yield tensor
+
+
+def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
+    is_tensor: dict[type, bool] = {}
+    for obj in objects:
+        kind = type(obj)
+        found = is_tensor.get(kind)
+        if found is None:
+            found = is_tensor[kind] = issubclass(kind, torch.Tensor)
+        if found:
+            yield obj
+
+
+def count_pending(device: str) -> int:
+    """How many tensors of the device still are a graph, whoever holds them."""
+    return sum(_XLAC._check_device_tensor_need_materialization(device))
+
+
+def find_pending(live: LiveTensors, device: str) -> dict[int, list[torch.Tensor]]:
+    """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases."""
+    expected = count_pending(device)
+    if not expected:
+        return {}
+    pending: dict[int, list[torch.Tensor]] = defaultdict(list)
+    seen: dict[int, torch.Tensor] = {}  # holds them, so that no id is used twice
+    _add(pending, seen, _with_held_by_them(live))
+    if len(pending) < expected:
+        _add(pending, seen, _saved_for_backward([t for ts in pending.values() for t in ts]))
+    return dict(sorted(pending.items()))
+
+
+def _add(pending: dict[int, list[torch.Tensor]], seen: dict[int, torch.Tensor], tensors: Iterable) -> None:
+    new = []
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = tensor
+            new.append(tensor)
+    ids = [_XLAC._xla_get_tensor_id(tensor) for tensor in new]  # this brings views up to date, too
+    for tensor, number, needed in zip(new, ids, _XLAC._check_tensor_need_materialization(new)):
+        if needed:
+            pending[number].append(tensor)
+
+
+def _with_held_by_them(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and what C++ may be the only holder of: a view's base, a gradient."""
+    for tensor in tensors:
+        yield tensor
+        if tensor._base is not None:
+            yield tensor._base
+        if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What the autograd graphs of `roots` keep: for a step boundary between forward and backward."""
+    todo = [t.grad_fn for t in roots if t.grad_fn is not None]
+    visited = set(todo)
+    while todo:
+        node = todo.pop()
+        for name in dir(node):
+            if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
+                try:
+                    value = getattr(node, name)
+                except RuntimeError:  # backward has run and freed it
+                    continue
+                for item in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(item, torch.Tensor) and item.device.type == "xla":
+                        yield item
+        for successor, _ in node.next_functions:
+            if successor is not None and successor not in visited:
+                visited.add(successor)
+                todo.append(successor)
+
+
+def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]) -> None:
+    """Gives each pending tensor its result, shared, not copied. Views stay views, aliases aliases, versions unchanged.
+
+    A tensor and its views share one functional storage, from which torch brings each of them up to date when another
+    was written. So a whole tensor is written into the storage, and its views, regenerated from there, get their own
+    results in place of the slices they would be.
+    """
+    views = []
+    for tensors, result in zip(pending.values(), results):
+        inner = torch._from_functional_tensor(result)
+        whole = [t for t in tensors if torch._is_functional_tensor_base(t)]
+        if whole:
+            torch._functionalize_replace(whole[0], inner)
+            torch._functionalize_commit_update(whole[0])
+            for tensor in whole:
+                torch._functionalize_sync(tensor)
+        views += [(t, inner, result) for t in tensors if not torch._is_functional_tensor_base(t)]
+    written = {torch._C._storage_id(t) for ts in pending.values() for t in ts if torch._is_functional_tensor_base(t)}
+    for view, inner, result in views:
+        if torch._C._storage_id(view) in written:
+            torch._functionalize_sync(view)
+            torch._functionalize_replace(view, inner)
+        else:
+            # Nobody can reach the tensor that this is a part of, so it need not be kept: the view becomes a whole.
+            view.data = result
+
+
+def drop_rest(device: str) -> None:
+    """Forgets the graphs that are still pending: earlier values that nobody can reach, kept by C++.
+
+    Should somebody reach one after all, torch-xla refuses to read it, as it has no data.
+    """
+    if count_pending(device):
+        _XLAC._clear_pending_irs(device)
