@@ -182,7 +182,7 @@ class Reduce(torch.autograd.Function):
         return grad, None
 
 
-S, H, N, F = 6, 16, 4, 32
+S, H, N, F = 6, 16, 4, 24
 STEPS, MICRO, CLIP, RATE = 6, 2, 0.05, 1e-2
 
 
