@@ -64,6 +64,7 @@ class Client:
         address = [f"{host}:{_free_port()}" if self._rank == 0 else None]
         dist.broadcast_object_list(address)
         seconds = max(int(self._timeout), 1)
+        self._service = None
         if self._rank == 0:
             self._service = _jax.get_distributed_runtime_service(
                 address[0], self._world_size, cluster_register_timeout=seconds, shutdown_timeout=seconds
@@ -85,8 +86,10 @@ class Client:
 
     def close(self) -> None:
         """Disconnects. Rank 0 waits until all have, as the others abort when its service ends before that."""
-        failed = self._broken or getattr(sys, "last_value", None) is not None
-        if not failed:
+        if self._broken or getattr(sys, "last_value", None) is not None:
+            # The others may come later or never. So what they need of rank 0 stays until its process ends.
+            _keep(self._service)
+        else:
             try:
                 self._store.key_value_set(f"closed/{self._rank}", "")
                 if self._rank == 0:
@@ -198,8 +201,13 @@ class Client:
             return future.result(self._timeout)
         except BaseException:
             # The thread may never end. Its client must not be destroyed, which would wait for it at exit.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._client))
+            _keep(self._client)
             raise
+
+
+def _keep(thing: object) -> None:
+    """Never destroys `thing`, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _processor() -> str:
