@@ -174,6 +174,11 @@ class Mesh:
         """New ranks. All variables on them are lost."""
         self.start()
 
+    def recover(self) -> None:
+        """Does what the ranks need after a cell that failed: nothing, `reset`, or `restart` where that is not enough."""
+        if self._remedy:
+            {"start": self.start, "reset": self.reset, "restart": self.restart}[self._remedy]()
+
     def close(self) -> None:
         """Ends the ranks and removes every trace of them. May be called at any time, and again."""
         global _current
