@@ -6,10 +6,8 @@ padded with zeros, `next_sentence_labels` [N] int8 (1 where the second half is r
 are stored contiguous and without compression, so that readers can map them.
 """
 
-import heapq
 import importlib.metadata
 import io
-import json
 import os
 import random
 import shutil
@@ -23,10 +21,17 @@ import numpy as np
 from sentencex import segment
 from tqdm import tqdm
 
+from data_scripts.articles import deal, texts
 from data_scripts.bert_samples import Document, Vocabulary, mask_tokens, sentence_pairs
 from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure
-from data_scripts.tokenization import SPECIAL_TOKENS, VOCAB, load_wordpiece
+from data_scripts.wordpiece import (
+    SPECIAL_TOKENS,
+    VOCAB,
+    BertWordPieceTokenizer,
+    load_wordpiece,
+    prepare_wordpiece,
+)
 
 HELD_OUT = "wiki_heldout.hdf5"  # not matched by *_training_*.hdf5
 LAYOUT = 1  # counted up when the code below writes other bytes for the same parameters
@@ -75,7 +80,8 @@ class _Shard:
 def prepare_bert(
     data_dir: Path,
     corpus: Stage,
-    wordpiece: Stage,
+    vocab: Path | None = None,
+    vocab_size: int | None = None,
     options: BertOptions = BertOptions(),
     *,
     workers: int = 1,
@@ -87,38 +93,44 @@ def prepare_bert(
 
     Args:
         data_dir: folder of all stages.
-        corpus, wordpiece: the text and its tokenizer.
+        corpus: the text.
+        vocab, vocab_size: as for `prepare_wordpiece`.
         options: shape and number of the samples.
         workers: processes, one shard at a time each. The bytes written do not depend on them.
         progress: show a bar over shards.
 
     Raises:
-        ValueError: fewer than two usable articles for a shard.
+        ValueError: a wrong vocabulary, or fewer than two usable articles for a shard.
     """
+    wordpiece = prepare_wordpiece(
+        data_dir, corpus, vocab, vocab_size=vocab_size, lowercase=options.lowercase
+    )
     parameters = asdict(options) | {
         "layout": LAYOUT,
         "corpus_sha256": corpus.sha256(ARTICLES),
         "vocab_sha256": wordpiece.sha256(VOCAB),
         **{name: importlib.metadata.version(name) for name in ("tokenizers", "sentencex")},
     }
+    articles = corpus.folder / ARTICLES
+    names = [f"wiki_training_{index:04d}.hdf5" for index in range(options.shards)]
 
     def build(folder: Path) -> dict:
         shutil.copyfile(wordpiece.folder / VOCAB, folder / VOCAB)
-        articles = corpus.folder / ARTICLES
-        held_out, *training = deal_articles(articles, options)
-        names = [f"wiki_training_{index:04d}.hdf5" for index in range(options.shards)]
-        jobs = [
-            _Shard(folder / name, articles, tuple(offsets), folder / VOCAB, passes, options)
-            for name, offsets, passes in [
-                (HELD_OUT, held_out, 1),
-                *((name, part, options.duplication) for name, part in zip(names, training)),
-            ]
-        ]
-        counts = _run(jobs, workers, progress)
-        total = sum(counts[name]["samples"] for name in names)
+        held_out, training = deal(
+            articles, options.shards, options.held_out, options.seed, least=2
+        )
+        passes = [1] + options.shards * [options.duplication]
+        counts = _run(
+            [
+                _Shard(folder / name, articles, tuple(part), folder / VOCAB, times, options)
+                for name, part, times in zip([HELD_OUT, *names], [held_out, *training], passes)
+            ],
+            workers,
+            progress,
+        )
         return {
             "vocab_size": wordpiece.counts["tokens"],
-            "training_samples": total,
+            "training_samples": sum(counts[name]["samples"] for name in names),
             "held_out_samples": counts[HELD_OUT]["samples"],
             "shards": {name: counts[name] for name in sorted(counts)},
         }
@@ -130,40 +142,6 @@ def prepare_bert(
         build,
         needs_bytes=_estimate(corpus.counts["characters"], options),
     )
-
-
-def deal_articles(articles: Path, options: BertOptions) -> list[list[int]]:
-    """Offsets of the articles of the held-out shard, then of each training shard.
-
-    In random order; the first ones are held out, each later one goes to the shard that has the
-    fewest bytes.
-    """
-    offsets, sizes = [], []
-    with open(articles, "rb") as lines:
-        position = 0
-        for line in lines:
-            offsets.append(position)
-            sizes.append(len(line))
-            position += len(line)
-    if len(offsets) < 2 * (options.shards + 1):
-        raise ValueError(
-            f"{len(offsets)} articles are too few for {options.shards} shards and a held-out one: "
-            f"a random next sentence needs two articles in each"
-        )
-    order = list(range(len(offsets)))
-    random.Random(f"{options.seed} deal").shuffle(order)
-    held_out: list[int] = []
-    wanted, taken = options.held_out * sum(sizes), 0
-    while taken < wanted or len(held_out) < 2:
-        taken += sizes[order[0]]
-        held_out.append(offsets[order.pop(0)])
-    training: list[list[int]] = [[] for _ in range(options.shards)]
-    fill = [(0, shard) for shard in range(options.shards)]
-    for index in order:
-        filled, shard = heapq.heappop(fill)
-        training[shard].append(offsets[index])
-        heapq.heappush(fill, (filled + sizes[index], shard))
-    return [held_out, *training]
 
 
 def _run(jobs: list[_Shard], workers: int, progress: bool) -> dict[str, dict]:
@@ -245,18 +223,15 @@ def _write_shard(job: _Shard) -> dict:
     }
 
 
-def _documents(job: _Shard, tokenizer) -> list[Document]:
+def _documents(job: _Shard, tokenizer: BertWordPieceTokenizer) -> list[Document]:
     """The shard's articles as sentences of token ids; those with fewer than two are left out."""
     documents = []
-    with open(job.articles, "rb") as lines:
-        for offset in job.offsets:
-            lines.seek(offset)
-            text = json.loads(lines.readline())["text"]
-            sentences = [s for s in segment(job.options.language, text) if s.strip()]
-            encodings = tokenizer.encode_batch(sentences, add_special_tokens=False)
-            document = [encoding.ids for encoding in encodings if encoding.ids]
-            if len(document) >= 2:
-                documents.append(document)
+    for text in texts(job.articles, job.offsets):
+        sentences = [s for s in segment(job.options.language, text) if s.strip()]
+        encodings = tokenizer.encode_batch(sentences, add_special_tokens=False)
+        document = [encoding.ids for encoding in encodings if encoding.ids]
+        if len(document) >= 2:
+            documents.append(document)
     return documents
 
 

@@ -1,7 +1,7 @@
 """Folders that are complete or absent.
 
-Every product of the data scripts (text, tokenizer, data set) is a *stage*: a folder whose name ends in
-a digest of all that determines its content, so that other parameters lead to another folder and
+Every product of the data scripts (text, tokenizer, data set) is a *stage*: a folder whose name ends
+in a digest of all that determines its content, so that other parameters lead to another folder and
 nothing that somebody reads is ever rewritten. A stage is built in a hidden folder beside the final
 one, under a lock, gets its `manifest.json` last, and is then renamed.
 """

@@ -1,6 +1,6 @@
-"""From a Wikipedia dump to a data set: `python -m data_scripts.prepare`, or `prepare()` in a notebook.
+"""From a Wikipedia dump to a data set, by `python -m data_scripts.prepare` or `prepare()`.
 
-What is there already is verified and kept; what depends on a changed parameter is built anew beside it.
+What is there already is verified and kept; what a changed parameter concerns is built beside it.
 """
 
 import argparse
@@ -10,13 +10,16 @@ import os
 from pathlib import Path
 
 from data_scripts.bert_hdf5 import BertOptions, prepare_bert
+from data_scripts.blocks import BlockOptions, prepare_blocks
 from data_scripts.corpus import prepare_corpus
 from data_scripts.files import Stage
-from data_scripts.tokenization import prepare_wordpiece
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "build" / "data"
 
-FORMATS = {"bert": BertOptions}
+FORMATS = {  # name: (options, function that makes it)
+    "bert": (BertOptions, prepare_bert),
+    "blocks": (BlockOptions, prepare_blocks),
+}
 
 
 def prepare(
@@ -33,10 +36,12 @@ def prepare(
     """Make a data set, or find it complete.
 
     Args:
-        format: `bert`: HDF5 shards for BERT, see `BertOptions`.
+        format: `bert`, HDF5 shards for BERT (`BertOptions`), or `blocks`, blocks of tokens for
+            language models (`BlockOptions`).
         data_dir: where all of it goes; default `build/data` in the project.
         dump: `*-pages-articles*.xml.bz2`; default the shard that comes with gensim.
-        tokenizer: a given `vocab.txt`; default one trained on the dump.
+        tokenizer: a given `vocab.txt` (`bert`) or `tokenizer.json` (`blocks`); default one that
+            is trained on the dump.
         vocab_size: exact size of the vocabulary; default 8192 when trained, any when given.
         workers: processes; default one a core. They do not change a byte.
         progress: show bars.
@@ -54,17 +59,17 @@ def prepare(
     workers = _cores() if workers is None else workers
     if workers < 1:
         raise ValueError(f"workers is {workers}, must be at least 1")
-    fields = {field.name for field in dataclasses.fields(FORMATS[format])}
+    options_class, prepare_format = FORMATS[format]
+    fields = {field.name for field in dataclasses.fields(options_class)}
     if unknown := sorted(options.keys() - fields):
         raise ValueError(f"format {format!r} has no option {', '.join(unknown)}")
-    settings = FORMATS[format](**options)  # checked before the first stage runs
+    settings = options_class(**options)  # checked before the first stage runs
     data_dir = DATA_DIR if data_dir is None else Path(data_dir)
     tokenizer = None if tokenizer is None else Path(tokenizer)
     corpus = prepare_corpus(data_dir, dump, workers=workers, progress=progress)
-    wordpiece = prepare_wordpiece(
-        data_dir, corpus, tokenizer, vocab_size=vocab_size, lowercase=settings.lowercase
+    return prepare_format(
+        data_dir, corpus, tokenizer, vocab_size, settings, workers=workers, progress=progress
     )
-    return prepare_bert(data_dir, corpus, wordpiece, settings, workers=workers, progress=progress)
 
 
 def _cores() -> int:
@@ -82,16 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, help="default: 8192 when trained")
     parser.add_argument("--workers", type=int, help="processes; default: one a core")
     parser.add_argument("--quiet", action="store_true", help="no bars, print the folder only")
-    for name, settings in FORMATS.items():
-        group = parser.add_argument_group(f"--format {name}")
+    group = parser.add_argument_group("options of the formats")
+    defaults: dict[str, dict[str, object]] = {}
+    for name, (settings, _) in FORMATS.items():
         for field in dataclasses.fields(settings):
-            flag = "--" + field.name.replace("_", "-")
-            kind = {"type": type(field.default)}
-            if isinstance(field.default, bool):
-                kind = {"action": argparse.BooleanOptionalAction}
-            group.add_argument(
-                flag, default=argparse.SUPPRESS, help=f"default: {field.default}", **kind
-            )
+            defaults.setdefault(field.name, {})[name] = field.default
+    for option, by_format in defaults.items():
+        default = next(iter(by_format.values()))
+        kind = {"type": type(default)}
+        if isinstance(default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        listed = ", ".join(f"{value!r} for {name}" for name, value in by_format.items())
+        flag = "--" + option.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=f"default: {listed}", **kind)
     return parser
 
 

@@ -81,7 +81,8 @@ class RankPool:
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             environment = rank_environment(self.backend, rank, self.world_size, master_port=0)
-            process = context.Process(target=_serve, args=(theirs, self.backend, store, environment), daemon=True)
+            # Not daemonic, as a task may start data-loader workers; `stop` runs at exit before they would be joined.
+            process = context.Process(target=_serve, args=(theirs, self.backend, store, environment), daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, mine))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_scripts.corpus import ARTICLES, prepare_corpus
-from data_scripts.tokenization import check_vocab
+from data_scripts.wordpiece import check_vocab
 from tutorial_lib.data.bert_hdf5 import PretrainingDataset, training_shards
 
 SPECIAL = [0, 1, 2, 3, 4]

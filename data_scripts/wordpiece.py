@@ -1,28 +1,20 @@
-"""Tokenizers, trained on the corpus or given."""
+"""WordPiece, BERT's tokenizer: trained on the corpus or given."""
 
 import importlib.metadata
-import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers.implementations import BertWordPieceTokenizer
 
+from data_scripts.articles import texts
 from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure, sha256
 
 VOCAB = "vocab.txt"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_ALPHABET = 1000  # characters beyond the most frequent thousand become [UNK]
-
-
-def texts(articles: Path) -> Iterator[str]:
-    """The articles' texts, in file order."""
-    with open(articles, encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
 
 
 def prepare_wordpiece(

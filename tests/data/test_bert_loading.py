@@ -1,0 +1,225 @@
+"""Every row once, on the right ranks, whatever the workers; wrong input is named."""
+
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tutorial_lib.data.bert_hdf5 import PretrainingDataset, create_pretraining_dataset
+from tutorial_lib.data.check import check_same_batch
+from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
+
+
+def rows_of(batch):
+    """Which rows a batch of `make_shard`'s holds."""
+    return batch[0][:, 0].tolist()
+
+
+def test_order_dtype_and_labels_of_a_sample(make_shard):
+    dataset = PretrainingDataset(make_shard("a_training_0.hdf5", 4, first=10))
+    ids, segments, mask, labels, next_sentence = dataset[3]
+    assert ids.tolist() == [13] * 8 and segments.tolist() == [0] * 8 and mask.tolist() == [1] * 8
+    assert labels.tolist() == [-100, -100, 70, -100, -100, 71, -100, -100]
+    assert next_sentence.shape == () and next_sentence == 1
+    assert all(values.dtype == torch.int64 for values in dataset[3])
+    shorter = PretrainingDataset(dataset.paths[0], max_pred_length=1)
+    assert shorter[3][3].tolist() == [-100, -100, 70, -100, -100, -100, -100, -100]
+    batch = next(iter(DataLoader(dataset, batch_size=4)))
+    assert [values.shape for values in batch] == [(4, 8)] * 4 + [(4,)]
+
+
+@pytest.mark.parametrize(
+    "positions, expected",
+    [([2, 5, 7], {2: 70, 5: 71, 7: 72}), ([0, 5, 7], {}), ([2, 0, 7], {2: 70})],
+)
+def test_the_first_zero_ends_the_labels(make_shard, positions, expected):
+    path = make_shard(
+        "a.hdf5",
+        1,
+        masked_lm_positions=np.array([positions], dtype="i4"),
+        masked_lm_ids=np.array([[70, 71, 72]], dtype="i4"),
+    )
+    labels = PretrainingDataset(path)[0][3].tolist()
+    assert {place: label for place, label in enumerate(labels) if label != -100} == expected
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u2", ">i4"])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_any_integer_type_compressed_or_not(make_shard, dtype, compression):
+    ids = np.arange(24).reshape(3, 8).astype(dtype)
+    path = make_shard("a.hdf5", 3, compression=compression, input_ids=ids)
+    dataset = PretrainingDataset(path)
+    assert [dataset[i][0].tolist() for i in range(3)] == np.arange(24).reshape(3, 8).tolist()
+
+
+def test_the_files_of_the_real_data_are_mapped(bert):
+    dataset = PretrainingDataset(bert.folder)
+    dataset[0]
+    assert all(isinstance(values, np.memmap) for values in dataset._arrays[0].values())
+
+
+def test_forked_workers_read_the_same(bert):
+    """The parent has the shards open before it forks: a shared handle would return wrong rows."""
+    dataset = PretrainingDataset(bert.folder)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:600].tolist()
+    alone = list(DataLoader(dataset, 8, sampler=order))
+    workers = {"num_workers": 2, "multiprocessing_context": multiprocessing.get_context("fork")}
+    others = list(DataLoader(dataset, 8, sampler=order, **workers))
+    assert len(alone) == len(others) == 75
+    for one, other in zip(alone, others):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_spawned_workers_get_no_data_but_the_paths(bert):
+    dataset = PretrainingDataset(bert.folder)
+    sample = dataset[0]
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 5000
+    assert all(torch.equal(a, b) for a, b in zip(pickle.loads(sent)[0], sample))
+
+
+def test_wrong_files(make_shard, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FileNotFoundError, match=str(empty)):
+        PretrainingDataset(empty)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        PretrainingDataset(tmp_path / "nowhere")
+    (tmp_path / "text").write_text("no HDF5")
+    wrong = {
+        "text": tmp_path / "text",
+        "lacks segment_ids": make_shard("a.hdf5", 2, segment_ids=None),
+        "shapes": make_shard("b.hdf5", 2, input_mask=np.ones((2, 9), dtype="i1")),
+        "N > 0": make_shard("c.hdf5", 0),
+    }
+    for message, path in wrong.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            PretrainingDataset(path)
+        assert str(path) in str(caught.value)
+    good = make_shard("d_training_0.hdf5", 2)
+    with pytest.raises(ValueError, match="max_pred_length is 4, .* holds 3"):
+        PretrainingDataset(good, max_pred_length=4)
+    make_shard("d_training_1.hdf5", 2, seq_length=9)
+    with pytest.raises(ValueError, match=r"\[9, 3\].*\[8, 3\]"):
+        PretrainingDataset(tmp_path)
+    with pytest.raises(IndexError, match="sample 2 of 2"):
+        PretrainingDataset(good)[2]
+
+
+def error_of(function, *args):
+    """On a rank: type and text of what it raises, as a result, so that the ranks stay up."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def guide_epoch(path, batch, epoch=0):
+    loader = create_pretraining_dataset(path, 3, batch, None)
+    loader.sampler.set_epoch(epoch)
+    return [rows_of(b) for b in loader]
+
+
+def stream_epoch(path, batch, num_workers):
+    sampler = ResumableBatchSampler(PretrainingDataset(path), batch)
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=num_workers))
+    return [rows_of(next(batches)) for _ in range(sampler.batches_per_epoch)]
+
+
+@pytest.mark.parametrize(
+    "function, args", [(guide_epoch, ()), (stream_epoch, (0,)), (stream_epoch, (2,))]
+)
+def test_all_shards_once_in_an_epoch(ranks, make_shard, tmp_path, function, args):
+    for shard in range(4):
+        make_shard(f"w_training_{shard}.hdf5", 4, first=4 * shard)
+    first, second = ranks(function, tmp_path, 2, *args, world_size=2)
+    assert [len(batch) for batch in first + second] == [2] * 8
+    seen = [set(sum(batches, [])) for batches in (first, second)]
+    assert len(seen[0]) == len(seen[1]) == 8 and not seen[0] & seen[1]
+    assert seen[0] | seen[1] == set(range(16))
+
+
+@pytest.mark.parametrize("function, args", [(guide_epoch, ()), (stream_epoch, (0,))])
+def test_uneven_shards_give_equally_many_batches(ranks, make_shard, tmp_path, function, args):
+    make_shard("w_training_0.hdf5", 5)
+    make_shard("w_training_1.hdf5", 3, first=5)
+    first, second = ranks(function, tmp_path, 2, *args, world_size=2)
+    assert len(first) == len(second) == 2
+    assert set(sum(first + second, [])) == set(range(8))
+    make_shard("w_training_2.hdf5", 2, first=8)  # 10 rows: 2 × 2 × 2 and a rest that is left out
+    first, second = ranks(function, tmp_path, 2, *args, world_size=2)
+    assert len(first) == len(second) == 2 and len(set(sum(first + second, []))) == 8
+
+
+def test_one_shard_is_enough(ranks, make_shard):
+    path = make_shard("w_training_0.hdf5", 8)
+    first, second = ranks(guide_epoch, path, 2, world_size=2)
+    assert sorted(sum(first + second, [])) == list(range(8))
+    assert ranks(guide_epoch, path, 2, world_size=2, epoch=1)[0] != first  # another order
+    for function, args in ((guide_epoch, (5,)), (stream_epoch, (5, 0))):
+        for error in ranks(error_of, function, path, *args, world_size=2):
+            assert error.startswith("ValueError: 8 samples") and "batch of 5 on each of 2" in error
+
+
+def test_tensor_parallel_ranks_see_the_same_batches(ranks, make_shard):
+    path = make_shard("w_training_0.hdf5", 8)
+    for function, args in ((guide_epoch, (2,)), (stream_epoch, (2, 0)), (stream_epoch, (2, 2))):
+        batches = ranks(function, path, *args, world_size=4, tp=2)
+        assert batches[0] == batches[1] and batches[2] == batches[3]
+        seen = [set(sum(found, [])) for found in batches]
+        assert len(seen[0]) == len(seen[2]) == 4
+        assert seen[0] | seen[2] == set(range(8)) and not seen[0] & seen[2]
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Augmentation: another tensor each time."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.rand(3), index
+
+
+def augmented():
+    torch.manual_seed(torch.distributed.get_rank())  # as a run that seeds each rank's dropout does
+    sampler = ResumableBatchSampler(Noisy(), 2)
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=2))
+    found = [next(batches) for _ in range(4)]
+    for batch in found:
+        check_same_batch(batch)
+    return found
+
+
+def test_augmented_tensors_are_the_same_on_tensor_parallel_ranks(ranks):
+    found = ranks(augmented, world_size=4, tp=2)
+    noise = [torch.cat([batch[0] for batch in batches]) for batches in found]
+    assert torch.equal(noise[0], noise[1]) and torch.equal(noise[2], noise[3])
+    assert not torch.isin(noise[0], noise[2]).any() and len(noise[0].unique()) == 24
+
+
+def sampled_by_global_rank(path):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    sampler = ResumableBatchSampler(PretrainingDataset(path), 2, num_replicas=size, rank=rank)
+    check_same_batch(next(iter(data_loader(sampler.dataset, sampler))))
+
+
+def same_values_in(dtype, bad_rank):
+    batch = {"x": [torch.arange(4, dtype=dtype)], "y": 3}
+    if torch.distributed.get_rank() == bad_rank:
+        batch["x"][0][3] += 1
+    check_same_batch(batch)
+    return "same"
+
+
+def test_different_batches_are_named(ranks, make_shard):
+    path = make_shard("w_training_0.hdf5", 8)
+    for error in ranks(error_of, sampled_by_global_rank, path, world_size=2, tp=2):
+        assert error.startswith("ValueError") and "rank 0: " in error and "rank 1: " in error
+    for dtype in (torch.int64, torch.bfloat16, torch.float32):
+        assert ranks(same_values_in, dtype, -1, world_size=2, tp=2) == ["same", "same"]
+        for error in ranks(error_of, same_values_in, dtype, 1, world_size=2, tp=2):
+            assert error.startswith("ValueError")

@@ -1,0 +1,175 @@
+"""The position in the data: resuming equals never having stopped."""
+
+import pytest
+import torch
+
+from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
+
+ACCUMULATION = 2
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample i is i."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+def make(size=24, batch=2, dp=2, rank=0, **options):
+    return ResumableBatchSampler(Numbers(size), batch, num_replicas=dp, rank=rank, **options)
+
+
+def train(steps, state=None, num_workers=0, **options):
+    """What one rank's loop sees: its samples by optimizer step, and its state after the last."""
+    sampler = make(**options)
+    if state is not None:
+        sampler.load_state_dict(state)
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=num_workers))
+    seen = []
+    for _ in range(steps):
+        seen.append(sum((next(batches).tolist() for _ in range(ACCUMULATION)), []))
+        sampler.advance(ACCUMULATION)
+    return seen, sampler.state_dict()
+
+
+def test_an_uninterrupted_run():
+    ranks = [train(9, rank=rank)[0] for rank in (0, 1)]
+    for epoch in range(3):  # 3 optimizer steps of 2 × 2 × 2 samples each
+        seen = [sum(rank[3 * epoch : 3 * epoch + 3], []) for rank in ranks]
+        assert sorted(seen[0] + seen[1]) == list(range(24))
+    assert ranks[0][:3] != ranks[0][3:6] != ranks[0][6:]
+    assert train(9)[0] == train(9, num_workers=2)[0]
+    assert train(9)[0] != train(9, seed=1)[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [2, 3, 7])  # within epoch 0, at its end, within epoch 2
+def test_stop_and_resume(stop, num_workers):
+    for rank in (0, 1):
+        whole, end = train(9, rank=rank)
+        before, state = train(stop, rank=rank, num_workers=num_workers)
+        assert state["consumed_samples"] == stop * 8
+        assert (state["epoch"], state["offset"]) == (stop // 3, stop % 3 * 8)
+        after, end_again = train(9 - stop, state, rank=rank, num_workers=num_workers)
+        assert before + after == whole
+        assert end_again == end
+
+
+def resumed_on_ranks(state, steps):
+    sampler = ResumableBatchSampler(Numbers(24), 2)
+    if state is not None:
+        sampler.load_state_dict(state)
+    batches, seen = iter(sampler), []
+    for _ in range(steps):
+        seen.append(next(batches) + next(batches))
+        sampler.advance(2)
+    return seen, sampler.state_dict()
+
+
+def test_resume_on_real_ranks(ranks):
+    """The rank and size come from the mesh; each run is a new sampler on every rank."""
+    whole = [seen for seen, _ in ranks(resumed_on_ranks, None, 9, world_size=2)]
+    assert whole == [train(9, rank=rank)[0] for rank in (0, 1)]
+    first = ranks(resumed_on_ranks, None, 7, world_size=2)
+    assert first[0][1] == first[1][1]
+    second = ranks(resumed_on_ranks, first[0][1], 2, world_size=2)
+    assert [a + b for (a, _), (b, _) in zip(first, second)] == whole
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 4), (4, 2), (4, 1)])
+def test_another_data_parallel_size_goes_on_from_the_consumed_samples(before, after):
+    steps = 4 // before  # 16 of 48 samples
+    state = train(steps, dp=before, size=48)[1]
+    assert (state["epoch"], state["consumed_samples"]) == (0, 16)
+    consumed, rest = [], []
+    for rank in range(before):
+        consumed += sum(train(steps, dp=before, size=48, rank=rank)[0], [])
+    for rank in range(after):
+        seen, end = train(8 // after, state, dp=after, size=48, rank=rank)
+        rest += sum(seen, [])
+    assert sorted(consumed + rest) == list(range(48))  # none repeated, none skipped
+    assert (end["epoch"], end["offset"], end["consumed_samples"]) == (1, 0, 48)
+
+
+def test_the_order_of_samples_does_not_depend_on_the_number_of_ranks():
+    def blocks(dp, batch):
+        streams = [iter(make(dp=dp, batch=batch, rank=rank)) for rank in range(dp)]
+        return [set(sum((next(stream) for stream in streams), [])) for _ in range(9)]
+
+    assert blocks(1, 8) == blocks(2, 4) == blocks(4, 2) == blocks(8, 1)
+
+
+def test_a_rest_too_small_for_the_new_batch_is_left_out():
+    state = train(2, dp=2, size=20)[1]
+    assert (state["epoch"], state["offset"]) == (0, 16)
+    sampler = make(dp=4, size=20)
+    sampler.load_state_dict(state)
+    assert (sampler.epoch, sampler.offset, sampler.consumed_samples) == (1, 0, 16)
+    assert next(iter(sampler)) == next(iter(fresh_at(1, dp=4, size=20)))
+
+
+def fresh_at(epoch, **options):
+    sampler = make(**options)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def test_units_of_the_position():
+    """100 batches an epoch, accumulation 4: step 500 is the start of epoch 20, not of epoch 80."""
+    sampler = make(size=400)
+    assert sampler.batches_per_epoch == 100
+    sampler.advance(500 * 4)
+    assert (sampler.epoch, sampler.offset) == (20, 0)
+    assert sampler.consumed_samples == 500 * 4 * 2 * 2
+    one_by_one = make(size=400)
+    for _ in range(500):
+        one_by_one.advance(4)
+    assert one_by_one.state_dict() == sampler.state_dict() == fresh_at(20, size=400).state_dict()
+
+
+def test_an_epoch_that_does_not_divide():
+    size = 30  # 7 batches of 2 × 2, and 2 samples left out
+    whole = train(12, size=size)[0]
+    for stop in range(12):
+        before, state = train(stop, size=size)
+        assert before + train(12 - stop, state, size=size)[0] == whole
+        assert (state["epoch"], state["offset"]) == (stop * 2 // 7, stop * 2 % 7 * 4)
+
+
+def test_fetching_ahead_does_not_move_the_position():
+    sampler = make()
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=2))
+    first = next(batches)
+    assert sampler.state_dict()["consumed_samples"] == 0
+    assert torch.equal(next(iter(data_loader(sampler.dataset, sampler))), first)  # done again
+
+
+def test_without_shuffling():
+    assert train(3, shuffle=False)[0] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
+
+
+def test_wrong_input():
+    with pytest.raises(ValueError, match="3 samples do not fill a batch of 2 on each of 2"):
+        make(size=3)
+    with pytest.raises(ValueError, match="batch of 0"):
+        make(batch=0)
+    with pytest.raises(ValueError, match="rank 2"):
+        make(rank=2)
+    with pytest.raises(ValueError, match="-1"):
+        make().advance(-1)
+    with pytest.raises(TypeError, match="batches_per_epoch"):
+        len(make())
+    state = make().state_dict()
+    for options, message in [
+        ({"size": 25}, "dataset_size 24, not 25"),
+        ({"seed": 7}, "seed 0, not 7"),
+        ({"shuffle": False}, "shuffle True, not False"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(**options).load_state_dict(state)
