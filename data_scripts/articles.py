@@ -1,4 +1,4 @@
-"""The corpus as the data sets read it: all texts in order, or chosen articles by their place."""
+"""Chosen articles of the corpus, by their place in the file, and who gets which."""
 
 import heapq
 import json
@@ -7,16 +7,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def texts(articles: Path, offsets: Iterable[int] | None = None) -> Iterator[str]:
-    """The texts of a file of JSON lines: all in file order, or those that start at `offsets`."""
+def texts_at(articles: Path, offsets: Iterable[int]) -> Iterator[str]:
+    """The texts of the lines that start at these bytes."""
     with open(articles, "rb") as lines:
-        if offsets is None:
-            for line in lines:
-                yield json.loads(line)["text"]
-        else:
-            for offset in offsets:
-                lines.seek(offset)
-                yield json.loads(lines.readline())["text"]
+        for offset in offsets:
+            lines.seek(offset)
+            yield json.loads(lines.readline())["text"]
 
 
 def deal(

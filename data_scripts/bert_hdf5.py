@@ -21,7 +21,7 @@ import numpy as np
 from sentencex import segment
 from tqdm import tqdm
 
-from data_scripts.articles import deal, texts
+from data_scripts.articles import deal, texts_at
 from data_scripts.bert_samples import Document, Vocabulary, mask_tokens, sentence_pairs
 from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure
@@ -226,7 +226,7 @@ def _write_shard(job: _Shard) -> dict:
 def _documents(job: _Shard, tokenizer: BertWordPieceTokenizer) -> list[Document]:
     """The shard's articles as sentences of token ids; those with fewer than two are left out."""
     documents = []
-    for text in texts(job.articles, job.offsets):
+    for text in texts_at(job.articles, job.offsets):
         sentences = [s for s in segment(job.options.language, text) if s.strip()]
         encodings = tokenizer.encode_batch(sentences, add_special_tokens=False)
         document = [encoding.ids for encoding in encodings if encoding.ids]

@@ -6,6 +6,7 @@ left at the end of all is dropped. Columns are `input_ids`, `attention_mask` (al
 """
 
 import importlib.metadata
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,11 +16,18 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from data_scripts.articles import deal, texts
-from data_scripts.byte_bpe import END_OF_TEXT, TOKENIZER, load_tokenizer, prepare_byte_bpe
+from data_scripts.articles import deal, texts_at
+from data_scripts.byte_pair import (
+    END_OF_DOCUMENT,
+    MERGES,
+    VOCAB,
+    load_byte_pair,
+    prepare_byte_pair,
+)
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure
+from data_scripts.files import Stage, ensure, sha256
 
+TOKENIZER = "tokenizer.json"
 TRAIN, HELD_OUT = "train", "heldout"
 LAYOUT = 1  # counted up when the code below writes other bytes for the same parameters
 
@@ -29,7 +37,7 @@ class BlockOptions:
     """What the blocks depend on beside text and tokenizer; ValueError when out of range."""
 
     block_size: int = 2048
-    separator: str = END_OF_TEXT
+    separator: str = END_OF_DOCUMENT
     held_out: float = 0.05
     seed: int = 12349
 
@@ -55,7 +63,8 @@ def prepare_blocks(
     Args:
         data_dir: folder of all stages.
         corpus: the text.
-        tokenizer, vocab_size: as for `prepare_byte_bpe`.
+        tokenizer: a given `tokenizer.json` of any kind; default byte-level BPE, trained.
+        vocab_size: exact size; of a given tokenizer it is only checked. Default 8192 when trained.
         options: size of the blocks, separator (empty: none), share that is held out.
         workers: unused: the tokenizer runs threads of its own.
         progress: show a bar over articles.
@@ -63,8 +72,13 @@ def prepare_blocks(
     Raises:
         ValueError: a wrong tokenizer, or too little text for one block.
     """
-    bpe = prepare_byte_bpe(data_dir, corpus, tokenizer, vocab_size=vocab_size)
-    encoder = load_tokenizer(bpe.folder / TOKENIZER)
+    if tokenizer is not None:
+        encoder = load_tokenizer(tokenizer, vocab_size)
+        source = {"tokenizer_sha256": sha256(tokenizer)}
+    else:
+        bpe = prepare_byte_pair(data_dir, corpus, vocab_size=vocab_size)
+        encoder = load_byte_pair(bpe.folder / VOCAB, bpe.folder / MERGES)
+        source = {"vocab_sha256": bpe.sha256(VOCAB), "merges_sha256": bpe.sha256(MERGES)}
     if options.separator and encoder.token_to_id(options.separator) is None:
         raise ValueError(
             f"{tokenizer or TOKENIZER} has no token {options.separator!r} to separate articles by"
@@ -72,18 +86,18 @@ def prepare_blocks(
     parameters = asdict(options) | {
         "layout": LAYOUT,
         "corpus_sha256": corpus.sha256(ARTICLES),
-        "tokenizer_sha256": bpe.sha256(TOKENIZER),
+        **source,
         **{name: importlib.metadata.version(name) for name in ("tokenizers", "datasets")},
     }
 
     def build(folder: Path) -> dict:
-        shutil.copyfile(bpe.folder / TOKENIZER, folder / TOKENIZER)
+        encoder.save(os.fspath(folder / TOKENIZER))
         articles = corpus.folder / ARTICLES
         held_out, (training,) = deal(articles, 1, options.held_out, options.seed)
         blocks = {}
         for split, offsets in ((TRAIN, training), (HELD_OUT, held_out)):
             shown = tqdm(offsets, unit="article", desc=f"{split} blocks", disable=not progress)
-            stream = cut(texts(articles, shown), encoder, options)
+            stream = cut(texts_at(articles, shown), encoder, options)
             if (first := next(stream, None)) is None:
                 raise ValueError(
                     f"{len(offsets)} articles of {split} do not fill a block of "
@@ -91,7 +105,7 @@ def prepare_blocks(
                 )
             blocks[split] = _save(chain([first], stream), folder / split, options)
         return {
-            "vocab_size": bpe.counts["tokens"],
+            "vocab_size": encoder.get_vocab_size(),
             "training_blocks": blocks[TRAIN],
             "held_out_blocks": blocks[HELD_OUT],
         }
@@ -101,6 +115,23 @@ def prepare_blocks(
     return ensure(
         data_dir, f"blocks-{options.block_size}", parameters, build, needs_bytes=needs_bytes
     )
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`.
+
+    Raises:
+        ValueError: the file is none, or holds another number of tokens than `vocab_size`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no tokenizer at {path}")
+    try:
+        tokenizer = Tokenizer.from_file(os.fspath(path))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+    if vocab_size not in (None, size := tokenizer.get_vocab_size()):
+        raise ValueError(f"{path} holds {size:,} tokens, not vocab_size {vocab_size:,}")
+    return tokenizer
 
 
 def cut(articles: Iterator[str], encoder: Tokenizer, options: BlockOptions) -> Iterator[list[int]]:

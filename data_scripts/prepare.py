@@ -13,12 +13,14 @@ from data_scripts.bert_hdf5 import BertOptions, prepare_bert
 from data_scripts.blocks import BlockOptions, prepare_blocks
 from data_scripts.corpus import prepare_corpus
 from data_scripts.files import Stage
+from data_scripts.megatron import MegatronOptions, prepare_megatron
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "build" / "data"
 
 FORMATS = {  # name: (options, function that makes it)
     "bert": (BertOptions, prepare_bert),
     "blocks": (BlockOptions, prepare_blocks),
+    "megatron": (MegatronOptions, prepare_megatron),
 }
 
 
@@ -36,12 +38,13 @@ def prepare(
     """Make a data set, or find it complete.
 
     Args:
-        format: `bert`, HDF5 shards for BERT (`BertOptions`), or `blocks`, blocks of tokens for
-            language models (`BlockOptions`).
+        format: `bert`, HDF5 shards for BERT (`BertOptions`); `blocks`, blocks of tokens for
+            language models (`BlockOptions`); `megatron`, tokens in Megatron-LM's format
+            (`MegatronOptions`).
         data_dir: where all of it goes; default `build/data` in the project.
         dump: `*-pages-articles*.xml.bz2`; default the shard that comes with gensim.
-        tokenizer: a given `vocab.txt` (`bert`) or `tokenizer.json` (`blocks`); default one that
-            is trained on the dump.
+        tokenizer: a given `vocab.txt` (`bert`), `tokenizer.json` (`blocks`) or folder with
+            `vocab.json` and `merges.txt` (`megatron`); default one that is trained on the dump.
         vocab_size: exact size of the vocabulary; default 8192 when trained, any when given.
         workers: processes; default one a core. They do not change a byte.
         progress: show bars.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tokenizers.implementations import BertWordPieceTokenizer
 
-from data_scripts.articles import texts
 from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure, sha256
+from data_scripts.json_lines import texts
 
 VOCAB = "vocab.txt"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -78,7 +78,7 @@ def train_wordpiece(
     """
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
     characters, inner = Counter(), set()  # inner: those that go on a word, written with ##
-    for text in texts(articles):
+    for text in texts(articles, ("text",)):
         normal = tokenizer.normalizer.normalize_str(text)
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal):
             characters.update(word)
@@ -86,7 +86,7 @@ def train_wordpiece(
     by_frequency = sorted(characters, key=lambda c: (-characters[c], c))
     alphabet = sorted(by_frequency[:MAX_ALPHABET])
     tokenizer.train_from_iterator(
-        texts(articles),
+        texts(articles, ("text",)),
         vocab_size=vocab_size,
         min_frequency=1,
         limit_alphabet=0,

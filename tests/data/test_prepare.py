@@ -166,7 +166,7 @@ def test_wrong_vocabularies(tiny, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"format": "gpt"}, "'gpt' is none of bert, blocks"),
+        ({"format": "gpt"}, "'gpt' is none of bert, blocks, megatron"),
         ({"seq_len": 128}, "no option seq_len"),
         ({"workers": 0}, "workers is 0"),
         ({"shards": 0}, "shards is 0"),

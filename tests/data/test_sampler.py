@@ -151,7 +151,7 @@ def test_fetching_ahead_does_not_move_the_position():
 
 
 def test_without_shuffling():
-    assert train(3, shuffle=False)[0] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
+    assert train(3, shuffle=False)[0] == [[0, 1, 4, 5], [8, 9, 12, 13], [16, 17, 20, 21]]
 
 
 def test_wrong_input():
