@@ -108,6 +108,7 @@ class RankPool:
 def _serve(connection: Connection, backend: str, store: str, environment: dict[str, str]) -> None:
     """Runs what arrives on `connection`, in a world that stays up from one task to the next."""
     os.environ.update(environment)  # before torch-xla is imported
+    multiprocessing.set_start_method(None, force=True)  # loader workers start as in any process: not from a forkserver
     from datetime import timedelta
 
     import torch
