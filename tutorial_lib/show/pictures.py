@@ -110,13 +110,18 @@ def curves(series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: 
 
 
 def bars(
-    measured: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]] | None = None, title: str = "", nbytes: bool = True
+    measured: Mapping[str, Sequence[float]],
+    expected: Mapping[str, Sequence[float]] | None = None,
+    title: str = "",
+    nbytes: bool = True,
+    ticks: Sequence[str] | None = None,
 ) -> Picture:
     """For each name a panel with one bar a rank, and a line across it at the value that was expected there.
 
     Args:
         measured, expected: for each name the ranks' values, in rank order.
         nbytes: the values are bytes.
+        ticks: what the bars stand for, where that is not the ranks.
     """
     figure, panels = _axes(2.3, len(measured), sharey=True)
     figure.suptitle(title, fontsize=10)
@@ -126,8 +131,9 @@ def bars(
             label = "formula" if axes is panels[0] and rank == 0 else None
             axes.plot([rank - 0.45, rank + 0.45], [value, value], color=INK, lw=1.6, label=label)
         axes.set_title(name, fontsize=9)
-        axes.set_xlabel("rank", fontsize=8)
-        axes.set_xticks(range(len(values)))
+        axes.set_xticks(range(len(values)), ticks)
+        if ticks is None:
+            axes.set_xlabel("rank", fontsize=8)
         if nbytes:
             highest = max(map(max, [*measured.values(), *(expected or {}).values()]))
             axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(highest, 1) / 5))))
