@@ -143,6 +143,7 @@ def reading_on_ranks():
     for way in ways:
         with pytest.raises(RuntimeError, match="mark_step"):
             way()
+    total.to(torch.float64), total.to("xla"), total.to(x), x.clone().copy_(total)  # these stay on the device
     local = (x * 2).sum().item(), x.tolist()  # neither depends on a collective
     torch_xla.sync()
     return total.item(), *local, (total + 1).item()
@@ -278,6 +279,7 @@ def test_training_equals_one_process_in_two_compilations_with_the_expected_colle
         )
 
 
+@pytest.mark.slow
 def test_a_second_run_compiles_nothing_and_a_broken_entry_is_compiled_anew(ranks, tmp_path):
     first = ranks(train_on_ranks, str(tmp_path), world_size=4, **XLA)
     assert [r[3] for r in first] in ([(2, 0)] * 4, [(0, 0)] * 4)
@@ -504,3 +506,54 @@ ENTRY IrToHlo.42 {
         Collective("collective_permute", None, ((0, 1), (1, 0)), (6, 4), "bf16", 1),
     ]
     assert [c.nbytes for c in found] == [24, 24, 48]
+
+
+# --- the library on both backends -------------------------------------------------------------------------------------
+
+
+def train_library(backend):
+    """Layers, gradients and optimizer of the library, with a Python number as the rate: the optimizer makes it data."""
+    from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
+    from tutorial_lib.parallel_layers import grads, layers, parallel_state
+    from tutorial_lib.parallel_layers.utils import move_model_to_device
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        layers.ColumnParallelLinear(16, 32, gather_output=False), nn.GELU(),
+        layers.RowParallelLinear(32, 16, input_is_parallel=True),
+    )  # fmt: skip
+    device = launch.get_device(backend)
+    move_model_to_device(model, device)
+    optimizer = AdamW_FP32OptimParams(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    losses, began = [], 0.0
+    for step in range(8):
+        if step == 3:
+            began = time.perf_counter()
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        for _ in range(2):
+            x = torch.randn(4, 16, generator=generator).to(device)
+            loss = (model(x) - 1).pow(2).mean()
+            (loss / 2).backward()
+        grads.bucket_allreduce_gradients([p.grad for p in model.parameters()])
+        norm = grads.clip_grad_norm(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        launch.mark_step()
+        losses.append([loss.item(), norm.item()])
+    seconds = (time.perf_counter() - began) / 5
+    compiled = None
+    if backend == "xla":
+        _, _, xla_cpu = _xla()
+        compiled = xla_cpu.compilations() + xla_cpu.cache_hits()
+    return torch.tensor(losses), [p.detach().cpu() for p in model.parameters()], compiled, seconds
+
+
+def test_the_library_trains_alike_on_xla_and_cpu(ranks):
+    expected = ranks(train_library, "cpu", world_size=4, tp=2)
+    got = ranks(restarted, train_library, "xla", world_size=4, tp=2, **XLA)
+    for (losses, weights, _, cpu), (xla_losses, xla_weights, compiled, xla) in zip(expected, got):
+        assert close(xla_losses, losses) and all(close(a, b) for a, b in zip(xla_weights, weights))
+        assert compiled == 2
+        print(f"seconds per step: cpu {cpu:.4f}, xla {xla:.4f}")

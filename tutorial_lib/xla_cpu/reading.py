@@ -22,7 +22,7 @@ COLLECTIVES = [
 _IN_TEXT = re.compile(
     r"xla::(cross_replica_sum|all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)"
 )
-_READERS = ("cpu", "to", "item", "tolist", "copy_", "__bool__", "__float__", "__int__", "__index__", "__contains__")
+_READERS = ("cpu", "to", "item", "tolist", "copy_", "__bool__", "__float__", "__int__", "__index__")
 
 
 class Guard:
@@ -69,8 +69,7 @@ class Guard:
         def read(*args, **kwargs):
             if _XLAC._get_allow_execution():
                 return function(*args, **kwargs)
-            tensors = [t for arg in args[:2] for t in (arg if isinstance(arg, (list, tuple)) else [arg])]
-            _check([t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "xla"])
+            _check([t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"])
             _XLAC._set_allow_execution(True)
             try:
                 return function(*args, **kwargs)
@@ -78,6 +77,20 @@ class Guard:
                 _XLAC._set_allow_execution(False)
 
         return read
+
+
+def _read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that a call brings to the host, if they are on XLA."""
+    if name == "to":
+        tensor, *target = args
+        target += [kwargs[key] for key in ("device", "other") if kwargs.get(key) is not None]
+        devices = [t.device if isinstance(t, torch.Tensor) else torch.device(t)
+                   for t in target if isinstance(t, (torch.Tensor, torch.device, str))]  # fmt: skip
+        return [] if all(device.type == "xla" for device in devices) else [tensor]
+    if name == "copy_":
+        destination, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
+        return [] if destination.device.type == "xla" else [source]
+    return list(args[0] if args else kwargs["tensors"]) if name.startswith("_xla") else [args[0]]
 
 
 def _check(tensors: list[torch.Tensor]) -> None:
