@@ -4,7 +4,7 @@ torch-xla traces each rank's step as it would for Trainium, collectives with the
 client cannot reach another process, though. So at the step boundary the pending graph goes to jaxlib's client instead,
 which compiles it as one replica of a program of `world_size` and runs its collectives between the processes:
 
-    trace (torch-xla) → HLO → compile (jaxlib) → run, buffers shared both ways → results become the tensors' data
+    trace (torch-xla) → HLO → compile (jaxlib) → run, on shared buffers → results become the tensors' data
 
 `start()` puts this behind the calls that a program for Trainium makes: `torch_xla.sync()`, `xm.mark_step()`,
 `xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`, `xr.global_ordinal()`. `stop()` takes it away.
@@ -72,7 +72,7 @@ def mark_step() -> int:
 
 
 def compilations() -> int:
-    """How many graphs this process has compiled since `start()`. A training loop needs two: the first step and all others."""
+    """How many graphs this process has compiled since `start()`. A training loop needs two: first step, all others."""
     return _started().client.compilations
 
 

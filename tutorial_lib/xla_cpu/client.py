@@ -1,4 +1,4 @@
-"""jaxlib's CPU client over several processes: connection, compilation with a persistent cache, execution with a time-out."""
+"""jaxlib's CPU client over several processes: connection, compilation and its cache, execution with a time-out."""
 
 import ctypes
 import hashlib
