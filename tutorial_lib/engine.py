@@ -77,6 +77,8 @@ def probe() -> tuple[int, float]:
     import torch
     import torch.distributed as dist
 
+    from tutorial_lib import launch
+
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), _shell.user_ns["device"]
     total = torch.tensor([float(rank)], device=device)
     if device.type == "xla":
@@ -85,6 +87,7 @@ def probe() -> tuple[int, float]:
         total = xm.all_reduce("sum", total, groups=[list(range(world_size))], pin_layout=False)
     else:
         dist.all_reduce(total)
+    launch.mark_step()  # on XLA the value is there only then
     return rank, total.item()
 
 
