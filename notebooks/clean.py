@@ -128,8 +128,16 @@ def _python(source: str) -> str:
 
 
 def _imports(source: str, importer: Path | None) -> Iterator[Path]:
-    """The files of `PACKAGES` that a piece of Python imports anywhere in it."""
-    for node in ast.walk(ast.parse(source)):
+    """The files of `PACKAGES` that a cell imports, or that a file imports when it is loaded.
+
+    An import inside a function of the library is for some backend or option only, and would make notebooks stale that
+    never get there.
+    """
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        node = todo.pop()
+        if importer is None or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
             modules = [(alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -170,7 +170,7 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     files = {
         "tutorial_lib/__init__.py": "",
         "tutorial_lib/a.py": "from . import b\nfrom .sub.c import thing\nfrom .pack import value",
-        "tutorial_lib/b.py": "def late():\n    import data_scripts.prepare",
+        "tutorial_lib/b.py": "try:\n    import data_scripts.prepare\nfinally:\n    pass\ndef late():\n    from . import unrelated",
         "tutorial_lib/sub/__init__.py": "from tutorial_lib import unrelated",
         "tutorial_lib/pack/__init__.py": "from .inner import value",
         "tutorial_lib/pack/inner.py": "value = 1",
