@@ -6,11 +6,13 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertForPreTraining as HuggingFaceBert
 
 from tutorial_lib.models.bert import BertForPreTraining, make_config, model_inputs, parameter_count
+from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.models.initialize import hugging_face_reference
-from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.sharding import partition_of
+from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
+
+from .parity import assert_same, train_alone, train_together
 
 SIZES = dict(
     hidden_size=32,
@@ -42,24 +44,12 @@ def micro_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 
     return model_inputs([ids, (torch.arange(length) >= length // 2).long().expand_as(ids), mask, labels, torch.arange(batch) % 2])
 
 
-def merged(named: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
-    """Full tensors from this rank's parts of parameters or of their gradients."""
-    full = {}
-    for name, parameter in model.named_parameters():
-        partition, part = partition_of(parameter), named[name]
-        if partition is not None:
-            gathered = comm.all_gather(part.movedim(partition.dim, 0)).chunk(partition.parts)
-            part = partition.merge([g.movedim(0, partition.dim) for g in gathered])
-        full[name] = part.detach().clone()
-    return full
-
-
 def initial_weights(choice):
     torch.manual_seed(3)
     model = BertForPreTraining(config(), *choice)
     tied = model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert tied and model.cls.predictions.decoder.bias is model.cls.predictions.bias
-    return merged(dict(model.named_parameters()), model)
+    return full_tensors(model)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -73,55 +63,13 @@ def test_initial_weights_are_hugging_faces_bit_for_bit(ranks, tp, choice):
             assert torch.equal(value, expected[name]), name
 
 
-def reference(steps: int, micro_batches: int, lr: float, max_norm: float):
-    """The same training by hand: Hugging Face's model, torch's AdamW, one batch that holds all micro-batches."""
+def reference(**recipe):
     torch.manual_seed(0)
-    model = hugging_face_reference(HuggingFaceBert, config()).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    losses, gradients, norms = [], None, []
-    for step in range(steps):
-        parts = [micro_batch(step * micro_batches + index) for index in range(micro_batches)]
-        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        loss = model(**whole).loss
-        loss.backward()
-        if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, gradients, dict(model.named_parameters())
+    return train_alone(hugging_face_reference(HuggingFaceBert, config()).double(), lambda m, b: m(**b).loss, micro_batch, **recipe)
 
 
-def trained(choice, zero: bool, steps: int, accumulation: int, lr: float, max_norm: float):
-    model = BertForPreTraining(config(), *choice).double()
-    nxd_config = neuronx_distributed_config(
-        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
-        optimizer_config={"zero_one_enabled": zero, "grad_clipping": True, "max_grad_norm": max_norm},
-        mixed_precision_config={"use_master_weights": False, "use_fp32_grad_acc": False, "use_master_weights_in_ckpt": False},
-    )
-    optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01)
-    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
-    mine = [micro_batch(index) for index in range(steps * accumulation * dp_size) if index % dp_size == dp_rank]
-    first = {}
-
-    def keep_gradients():
-        for name, parameter in model.named_parameters():
-            first.setdefault(name, parameter.grad.clone())
-
-    original, calls = optimizer.step, []
-
-    def step():
-        if not calls:
-            group = parallel_state.get_data_parallel_group()
-            grads = {n: comm.all_reduce("sum", p.grad, group) / dp_size for n, p in model.named_parameters()}
-            first.update(merged(grads, model))
-        calls.append(1)
-        return original()
-
-    optimizer.step = step
-    done = train(model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation)
-    return [s.loss for s in done], [s.grad_norm for s in done], first, merged(dict(model.named_parameters()), model)
+def trained(choice, **recipe):
+    return train_together(BertForPreTraining(config(), *choice).double(), micro_batch, **recipe)
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["adamw", "zero1"])
@@ -129,13 +77,9 @@ def trained(choice, zero: bool, steps: int, accumulation: int, lr: float, max_no
 @pytest.mark.parametrize("tp, dp, accumulation", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 2)])
 def test_training_equals_one_process(ranks, tp, dp, accumulation, choice, zero):
     recipe = dict(steps=3, lr=1e-2, max_norm=0.5)
-    losses, norms, gradients, weights = reference(micro_batches=dp * accumulation, **recipe)
-    for found in ranks(trained, choice, zero, accumulation=accumulation, world_size=tp * dp, tp=tp, **recipe):
-        assert found[0] == pytest.approx(losses, abs=1e-10)
-        assert found[1] == pytest.approx(norms, abs=1e-10)
-        for expected, values in ((gradients, found[2]), (weights, found[3])):
-            for name, value in values.items():
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    expected = reference(micro_batches=dp * accumulation, **recipe)
+    for found in ranks(trained, choice, zero=zero, accumulation=accumulation, world_size=tp * dp, tp=tp, **recipe):
+        assert_same(found, expected)
 
 
 def odd_vocabulary(steps):
@@ -145,7 +89,7 @@ def odd_vocabulary(steps):
     ), torch.optim.AdamW, model.parameters(), lr=1e-2)  # fmt: skip
     batches = [micro_batch(index, vocabulary=97) for index in range(steps)]
     losses = [step.loss for step in train(model, optimizer, iter(batches), steps=steps)]
-    return losses, merged(dict(model.named_parameters()), model)
+    return losses, full_tensors(model)
 
 
 def test_a_vocabulary_that_does_not_divide_changes_nothing(ranks):

@@ -1,0 +1,71 @@
+"""Trains a model over ranks, and Hugging Face's in one process, so that a test can compare them."""
+
+import pytest
+import torch
+
+from tutorial_lib.models.full_weights import full_tensors
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
+from tutorial_lib.training.loop import train
+
+
+def train_alone(model, loss_of, micro_batch, micro_batches: int, steps: int, lr: float, max_norm: float):
+    """Training by hand: torch's AdamW, and one batch that holds all micro-batches of a step.
+
+    Returns:
+        Losses, gradient norms, gradients of the first step by name, and the weights at the end by name.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    losses, gradients, norms = [], None, []
+    for step in range(steps):
+        parts = [micro_batch(step * micro_batches + index) for index in range(micro_batches)]
+        loss = loss_of(model, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+        loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_together(
+    model, micro_batch, zero: bool, accumulation: int, steps: int, lr: float, max_norm: float, sequence_parallel: bool = False
+):  # fmt: skip
+    """The same over the ranks of the mesh, with the library's loop and optimizer; the same results, on every rank."""
+    nxd_config = neuronx_distributed_config(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
+        optimizer_config={"zero_one_enabled": zero, "grad_clipping": True, "max_grad_norm": max_norm},
+        mixed_precision_config={"use_master_weights": False, "use_fp32_grad_acc": False, "use_master_weights_in_ckpt": False},
+        sequence_parallel=sequence_parallel,
+    )
+    optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01)
+    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    mine = [micro_batch(index) for index in range(steps * accumulation * dp_size) if index % dp_size == dp_rank]
+    first, original = {}, optimizer.step
+
+    def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
+        grad = comm.all_reduce("sum", parameter.grad, parallel_state.get_data_parallel_group()) / dp_size
+        return comm.all_reduce("sum", grad) if getattr(parameter, "sequence_parallel_enabled", False) else grad
+
+    def step():
+        if not first:
+            first.update(full_tensors(model, {name: whole_gradient(p) for name, p in model.named_parameters()}))
+        return original()
+
+    optimizer.step = step
+    done = train(model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation)
+    return [s.loss for s in done], [s.grad_norm for s in done], first, full_tensors(model)
+
+
+def assert_same(found, expected, tolerance: float = 1e-10) -> None:
+    """That two results of training agree."""
+    for numbers, right in zip(found[:2], expected[:2], strict=True):
+        assert numbers == pytest.approx(right, abs=tolerance)
+    for tensors, right in zip(found[2:], expected[2:], strict=True):
+        assert tensors.keys() == right.keys()
+        for name, value in tensors.items():
+            torch.testing.assert_close(
+                value, right[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )

@@ -1,0 +1,71 @@
+"""Between the parts of a sharded model and the full tensors of Hugging Face's, bit for bit, in both directions."""
+
+import re
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.sharding import partition_of
+
+
+def full_tensors(model: nn.Module, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Full copies of the model's parameters, on every rank; called on every rank of the tensor-parallel group.
+
+    Args:
+        tensors: by parameter name, what is cut as the parameters are (their gradients, say); by default the parameters.
+
+    Returns:
+        By Hugging Face's names, without padding; tied parameters once, as in `named_parameters`.
+    """
+    full = {}
+    for name, parameter in model.named_parameters():
+        partition, part = partition_of(parameter), (parameter if tensors is None else tensors[name]).detach()
+        if partition is None:
+            full[name] = part.clone()
+            continue
+        gathered = comm.all_gather(part.movedim(partition.dim, 0)).chunk(partition.parts)
+        full[name] = partition.merge([chunk.movedim(0, partition.dim) for chunk in gathered])
+    return full
+
+
+@torch.no_grad()
+def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    """Sets every parameter to this rank's part of a full state dict, in the parameter's dtype.
+
+    Args:
+        full: of the Hugging Face model, under its names or those of its published checkpoints; not modified. What Hugging
+            Face's class ignores there (buffers of old versions) is ignored.
+
+    Raises:
+        ValueError: names that are missing or too many, or a tensor of another shape.
+    """
+    renamed = {_current_name(model, name): tensor for name, tensor in full.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(parameters.items())}  # of each set of tied ones
+    absent = [name for name, parameter in parameters.items() if name not in renamed and first[id(parameter)] == name]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    extra = [name for name in renamed if name not in parameters and not any(re.search(p, name) for p in ignored)]
+    if absent or extra:
+        raise ValueError(f"a state dict without {', '.join(absent) or 'nothing'}, and with {', '.join(extra) or 'nothing'} "
+                         f"that {type(model).__name__} has not")  # fmt: skip
+    for name, parameter in parameters.items():
+        if first[id(parameter)] != name:
+            continue
+        partition, part = partition_of(parameter), renamed[name]
+        if partition is not None:
+            part = partition.shard(part, parallel_state.get_tensor_model_parallel_rank())
+        if part.shape != parameter.shape:
+            raise ValueError(f"{name}: shape {tuple(renamed[name].shape)} gives {tuple(part.shape)} for this rank, "
+                             f"not {tuple(parameter.shape)}")  # fmt: skip
+        parameter.copy_(part)
+
+
+def _current_name(model: nn.Module, name: str) -> str:
+    """What a name in a published checkpoint has become."""
+    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or []:
+        if isinstance(rule, WeightRenaming):
+            name, _ = rule.rename_source_key(name)
+    return name

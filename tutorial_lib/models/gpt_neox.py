@@ -1,0 +1,255 @@
+"""GPT-NeoX with tensor and sequence parallelism: Hugging Face's `GPTNeoXForCausalLM`, cut over the ranks.
+
+Attention is cut by heads, the feed-forward layers by features, embedding and head by the vocabulary, with the cross entropy
+taken over the parts (Shoeybi et al., 2019). With sequence parallel, what lies between those layers (norms, dropout,
+residuals) is cut along the sequence, in the layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
+"""
+
+import torch
+from torch import nn
+from transformers import GPTNeoXConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_neox import modeling_gpt_neox as hf
+
+from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.layer_norm import LayerNorm
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
+from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
+from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
+
+from .initialize import finish, initialize_sharded
+
+PRESETS = {
+    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
+    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
+    "6.9b": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=50432),  # pythia-6.9b
+    "full": dict(  # gpt-neox-20b
+        hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, vocab_size=50432, hidden_act="gelu_fast"
+    ),
+}
+
+
+def make_config(preset: str, tp_size: int = 1, **changes) -> GPTNeoXConfig:
+    """The configuration of a preset, checked against the tensor-parallel size.
+
+    Args:
+        preset: a key of `PRESETS`. The feed-forward size is 4H.
+        changes: fields of `GPTNeoXConfig` to set otherwise.
+
+    Raises:
+        ValueError: an unknown preset, or heads or a feed-forward size that `tp_size` does not divide.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+    config = GPTNeoXConfig(**(PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes))
+    ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+    ensure_divisibility(config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks")
+    return config
+
+
+def parameter_count(config: GPTNeoXConfig, tp_size: int) -> int:
+    """Parameters of one rank, in closed form."""
+    hidden, feed_forward, tp = config.hidden_size, config.intermediate_size, tp_size
+    attention = 3 * hidden * hidden // tp + hidden * hidden // tp
+    if config.attention_bias:
+        attention += 3 * hidden // tp + hidden
+    mlp = (hidden + 1) * feed_forward // tp + feed_forward * hidden // tp + hidden
+    layer = attention + mlp + 2 * 2 * hidden  # and two norms
+    tables = 1 if config.tie_word_embeddings else 2
+    return config.num_hidden_layers * layer + tables * -(-config.vocab_size // tp) * hidden + 2 * hidden
+
+
+class ShardedDropout(nn.Dropout):
+    """Dropout of an activation that is cut over the tensor-parallel ranks: each draws a mask of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return input
+        with get_xla_rng_tracker().fork():
+            return super().forward(input)
+
+
+class RotaryEmbedding(hf.GPTNeoXRotaryEmbedding):
+    """Hugging Face's, whose frequencies stay in float32 when the model is cast: in bfloat16 late positions get wrong angles."""
+
+    def _apply(self, fn, recurse: bool = True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if self._buffers[name].dtype is not tensor.dtype:
+                self._buffers[name] = tensor.to(self._buffers[name].device)
+        return self
+
+
+class ParallelAttention(hf.GPTNeoXAttention):
+    """Self-attention over this rank's N/T heads: `[B, S, H] → [B, S, H]`, or `[S/T, B, H] → [S/T, B, H]`.
+
+    The rows of the fused weight lie head by head, each with its query, key and value. So it is one matrix to cut
+    (stride 1), and each rank gets whole heads.
+    """
+
+    def __init__(self, config: GPTNeoXConfig, layer_idx: int, sequence_parallel_enabled: bool):
+        super().__init__(config, layer_idx)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        tp_size = parallel_state.get_tensor_model_parallel_size()
+        self.num_heads = divide(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+        hidden, common = config.hidden_size, dict(bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled)
+        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, gather_output=False, **common)
+        self.dense = RowParallelLinear(hidden, hidden, input_is_parallel=True, **common)
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        attend = self._on_chunks if self.sequence_parallel_enabled else super().forward
+        if self.training and self.attention_dropout > 0:  # each rank drops out of its own heads
+            with get_xla_rng_tracker().fork():
+                return attend(hidden_states, attention_mask, **kwargs)
+        return attend(hidden_states, attention_mask, **kwargs)
+
+    def _on_chunks(self, hidden_states, attention_mask, position_embeddings, layer_past=None, **kwargs):
+        """Hugging Face's forward where the input is a chunk of the sequence, and what the heads see is all of it."""
+        fused = self.query_key_value(hidden_states)  # [S, B, 3H/T]
+        fused = fused.unflatten(-1, (self.num_heads, 3 * self.head_size)).permute(1, 2, 0, 3)  # [B, N/T, S, 3D]
+        query, key, value = fused.chunk(3, dim=-1)
+        query, key = hf.apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, hf.eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        return self.dense(output.flatten(2).transpose(0, 1)), weights
+
+
+class ParallelMLP(hf.GPTNeoXMLP):
+    """The feed-forward layers: this rank's F/T features between them, summed over the ranks behind them."""
+
+    def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool):
+        super().__init__(config)
+        hidden, features, sequence = config.hidden_size, config.intermediate_size, sequence_parallel_enabled
+        self.dense_h_to_4h = ColumnParallelLinear(
+            hidden, features, gather_output=False, sequence_parallel_enabled=sequence
+        )
+        self.dense_4h_to_h = RowParallelLinear(
+            features, hidden, input_is_parallel=True, sequence_parallel_enabled=sequence
+        )
+
+
+class ParallelLayer(hf.GPTNeoXLayer):
+    """A transformer layer with its attention and feed-forward layers cut."""
+
+    def __init__(self, config: GPTNeoXConfig, layer_idx: int, sequence_parallel_enabled: bool):
+        super().__init__(config, layer_idx)
+        self.input_layernorm = _norm(config, sequence_parallel_enabled)
+        self.post_attention_layernorm = _norm(config, sequence_parallel_enabled)
+        if sequence_parallel_enabled:
+            self.post_attention_dropout = ShardedDropout(config.hidden_dropout)
+            self.post_mlp_dropout = ShardedDropout(config.hidden_dropout)
+        self.attention = ParallelAttention(config, layer_idx, sequence_parallel_enabled)
+        self.mlp = ParallelMLP(config, sequence_parallel_enabled)
+
+
+def _norm(config: GPTNeoXConfig, sequence_parallel_enabled: bool) -> LayerNorm:
+    return LayerNorm(
+        config.hidden_size, eps=config.layer_norm_eps, sequence_parallel_enabled=sequence_parallel_enabled
+    )
+
+
+class GPTNeoXModel(hf.GPTNeoXModel):
+    """Embedding, layers and the last norm; with sequence parallel what comes out is this rank's `[S/T, B, H]`."""
+
+    def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool = False):
+        super().__init__(config)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        # Its sum over the ranks is the scatter along the sequence too: one reduce-scatter.
+        self.embed_in = ParallelEmbedding(
+            config.vocab_size, config.hidden_size, pad=True, sequence_parallel_enabled=sequence_parallel_enabled
+        )
+        if sequence_parallel_enabled:
+            self.emb_dropout = ShardedDropout(config.hidden_dropout)
+        for index in range(config.num_hidden_layers):
+            self.layers[index] = ParallelLayer(config, index, sequence_parallel_enabled)
+        self.final_layer_norm = _norm(config, sequence_parallel_enabled)
+        self.rotary_emb = RotaryEmbedding(config)
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        if not self.sequence_parallel_enabled:
+            return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        if kwargs.pop("use_cache", False) or kwargs:
+            raise ValueError(f"sequence parallel is for training: it takes no cache and no {', '.join(kwargs)}")
+        length, tp_size = input_ids.size(1), parallel_state.get_tensor_model_parallel_size()
+        ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device)[None]
+        hidden_states = self.emb_dropout(self.embed_in(input_ids))
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings)
+        return BaseModelOutputWithPast(last_hidden_state=self.final_layer_norm(hidden_states))
+
+
+class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
+    """`transformers.GPTNeoXForCausalLM` over the tensor-parallel ranks; at size 1 it is that model.
+
+    Args:
+        config: Hugging Face's. A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
+        sequence_parallel_enabled: cut norms, dropout and residuals along the sequence too. The gradients of norms and of
+            row-parallel biases are then shares, which `neuronx_distributed_config(sequence_parallel=True)` sums.
+
+    Raises:
+        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide.
+    """
+
+    def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool = False):
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        with torch.device("meta"):
+            super().__init__(config)
+            self.gpt_neox = GPTNeoXModel(config, sequence_parallel_enabled)
+            self.lm_head = ColumnParallelLinear(
+                config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True,
+                sequence_parallel_enabled=sequence_parallel_enabled,
+            )  # fmt: skip
+            self.tie_weights()
+        finish(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize_sharded(module, self.config.initializer_range):
+            super()._init_weights(module)
+
+    def count_targets(self, batch: dict) -> torch.Tensor:
+        """How many tokens of a batch are predicted, which the loss is averaged over."""
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    def forward(self, input_ids, attention_mask=None, labels=None, num_items_in_batch=None, use_cache=False, **kwargs):
+        """Hugging Face's forward, with this rank's part of the logits: `[B, S, V/T]`, padding included.
+
+        Args:
+            input_ids, labels: `[B, S]`. The model shifts: position s predicts label s + 1, unless that is -100.
+            attention_mask: `[B, S]`, 0 for padding. None stands for no padding; then no mask exists anywhere.
+            num_items_in_batch: what `count_targets` gives for the whole global batch. The loss is the sum over this batch
+                divided by that count. By default this batch is the whole.
+
+        Raises:
+            ValueError: with sequence parallel, a sequence length that the ranks do not divide, or a cache.
+        """
+        if attention_mask is not None and attention_mask.dim() == 2 and not use_cache:
+            attention_mask = self._causal_mask(attention_mask)
+        output = self.gpt_neox(input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)
+        logits = self.lm_head(output.last_hidden_state)
+        if self.sequence_parallel_enabled:
+            logits = logits.transpose(0, 1)
+        loss = None
+        if labels is not None:
+            if num_items_in_batch is None:
+                num_items_in_batch = self.count_targets({"labels": labels})
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            losses = parallel_cross_entropy(logits, targets, vocab_size=self.config.vocab_size)
+            loss = losses.sum() / num_items_in_batch.clamp(min=1)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=output.get("cache"))
+
+    def _causal_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """`[B, 1, S, S]`: which keys a query sees. Unlike Hugging Face's it depends on no value, so a step traces once."""
+        length = attention_mask.size(1)
+        causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+        seen = causal & attention_mask.bool()[:, None, None, :]
+        if self.config._attn_implementation != "eager":
+            return seen
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)
