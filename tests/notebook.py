@@ -21,7 +21,7 @@ class Notebook:
 
     def __init__(self, environment: dict[str, str] | None = None):
         self._environment = os.environ | {"IPP_NONINTERACTIVE": "1"} | (environment or {})
-        self._client = NotebookClient(new_notebook(), timeout=60, kernel_name="python3")
+        self._client = NotebookClient(new_notebook(), timeout=150, kernel_name="python3")
 
     def __enter__(self) -> "Notebook":
         self._client.create_kernel_manager()

@@ -38,6 +38,7 @@ def boot(environment: dict[str, str], stale: list[str]) -> None:
     os.environ.update(environment)
     _shell = get_ipython()
     _shell.colors = "nocolor"
+    _shell.InteractiveTB.set_mode("Minimal")  # `report` says more; IPython's own traceback takes seconds to format
     show = _shell._showtraceback
     _shell._showtraceback = lambda etype, error, stb: show(etype, error, [json.dumps(report(error))])
 
@@ -62,11 +63,17 @@ def join(backend: str, timeout: float, tp_size: int | None, address: str, port: 
 
 
 def leave() -> None:
-    """Closes the process group, if there is one."""
+    """Closes the process group, if there is one, and deletes the reader's variables that are groups of it.
+
+    They are void from now on. And a gloo group that lives on in a variable is closed at some later moment, while others
+    connect; with torch 2.9 the next join then took five seconds longer in 8 cases of 112, against 1 of 196 without.
+    """
     import torch.distributed as dist
 
     from tutorial_lib.parallel_layers.parallel_state import destroy_model_parallel
 
+    for name in [name for name, value in _shell.user_ns.items() if isinstance(value, dist.ProcessGroup)]:
+        del _shell.user_ns[name]
     destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -204,7 +211,8 @@ def _cut(pids: list[int]) -> int:
     for connection in mine:
         try:
             with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
+                if duplicate.getpeername()[:2] == tuple(connection.raddr):  # the descriptor may serve another by now
+                    duplicate.shutdown(socket.SHUT_RDWR)
         except OSError:  # closed meanwhile
             continue
     return len(mine)

@@ -154,7 +154,7 @@ class Mesh:
             print(f"{self}: all answer, all-reduce is right, {time.perf_counter() - began:.2f} s")
 
     def reset(self) -> None:
-        """A new process group on the same ranks. Their variables stay; groups made before are void.
+        """A new process group on the same ranks. Their variables stay, but for groups made before.
 
         A tensor that was being reduced in place when a collective failed may hold a part of the sum.
 
