@@ -1,4 +1,6 @@
-"""Sharded layers against plain `torch.nn` with the same seed: outputs, every gradient, initial weights, marks, errors."""
+"""Sharded layers against plain `torch.nn` with the same seed: outputs, every gradient, initial
+weights, marks, errors.
+"""
 
 import copy
 import pickle
@@ -8,8 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tutorial_lib.parallel_layers import comm, mappings, parallel_state
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import Partition, partition_of
 from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
@@ -19,7 +25,9 @@ SIZES = [1, 2, 4]
 
 
 def noise(*shape, seed=1, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def whole(tensor, marked=None):
@@ -31,7 +39,8 @@ def whole(tensor, marked=None):
 
 
 def compare(layer, plain, x, run, dtype):
-    """Output, input gradient and parameter gradients of `run(layer, x)` against the plain layer; largest difference each.
+    """Output, input gradient and parameter gradients of `run(layer, x)` against the plain layer;
+    largest difference each.
 
     `run` returns the output and the cotangent's part that belongs to it, from the full cotangent.
     """
@@ -57,7 +66,9 @@ def compare(layer, plain, x, run, dtype):
 def part(full, dim, partition=None):
     rank = parallel_state.get_tensor_model_parallel_rank()
     if partition is not None:
-        return Partition(dim, partition.sizes, partition.parts, (), partition.pad, partition.order).shard(full, rank)
+        return Partition(
+            dim, partition.sizes, partition.parts, (), partition.pad, partition.order
+        ).shard(full, rank)
     return full.chunk(parallel_state.get_tensor_model_parallel_size(), dim)[rank]
 
 
@@ -87,7 +98,9 @@ def column(leading, gather, sp, bias, dtype, stride=1, order=None, pad=False, si
             wanted, cotangent = (part(t, -1, layer._cut) for t in (wanted, cotangent))
         kept = cotangent.clone()
         output.backward(cotangent)
-        assert torch.equal(x.detach(), before) and torch.equal(cotangent, kept), "an argument was modified"
+        assert torch.equal(x.detach(), before) and torch.equal(cotangent, kept), (
+            "an argument was modified"
+        )
         return gap(output, wanted), comm.all_gather(shard.grad, 0) if sp else shard.grad
 
     compare(layer, plain, noise(*leading, sizes[0], dtype=dtype), run, dtype)
@@ -133,7 +146,15 @@ def column_grid(dtype):
     for stride in (2, 3):
         for gather in (True, False):
             column((4, 3), gather, False, True, dtype, stride=stride)
-            column((4, 3), gather, False, True, dtype, stride=stride, order=[0] if world() == 1 else backwards())
+            column(
+                (4, 3),
+                gather,
+                False,
+                True,
+                dtype,
+                stride=stride,
+                order=[0] if world() == 1 else backwards(),
+            )
     for gather in (True, False):
         for sizes in ((12, 21), (12, 5), (12, 1)):
             column((4, 3), gather, False, True, dtype, pad=True, sizes=sizes)
@@ -173,18 +194,24 @@ def embedding(dtype, across, sp, padding_idx=None, num=24, pad=False, order=None
         sequence_parallel_enabled=sp is not None, sequence_dimension=sp, rank_ordering=order,
     )  # fmt: skip
     torch.manual_seed(3)
-    plain = nn.Embedding(num, 8, padding_idx, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    plain = nn.Embedding(num, 8, padding_idx, dtype=torch.promote_types(dtype, torch.float32)).to(
+        dtype
+    )
     ids = torch.randint(num, (4, 8), generator=torch.Generator().manual_seed(5))
     wanted = plain(ids)
     cotangent = noise(*wanted.shape, dtype=dtype)
     wanted.backward(cotangent)
     found = layer(ids)
     if sp is not None:
-        wanted, cotangent = (part(t.transpose(0, 1) if sp == 0 else t, sp) for t in (wanted, cotangent))
+        wanted, cotangent = (
+            part(t.transpose(0, 1) if sp == 0 else t, sp) for t in (wanted, cotangent)
+        )
     found.backward(cotangent)
     assert found.dtype is dtype and torch.equal(found, wanted)
     assert torch.equal(whole(layer.weight.data, layer.weight), plain.weight.data)
-    assert gap(whole(layer.weight.grad, layer.weight), plain.weight.grad) <= TOLERANCE.get(dtype, 0.1)
+    assert gap(whole(layer.weight.grad, layer.weight), plain.weight.grad) <= TOLERANCE.get(
+        dtype, 0.1
+    )
 
 
 def embedding_grid(dtype):
@@ -233,14 +260,17 @@ def max_norm():
     torch.manual_seed(0)
     layer.reset_parameters()
     ids = torch.tensor([5, 6, 1])
-    assert torch.equal(layer(ids), plain(ids)) and torch.equal(whole(layer.weight.data, layer.weight), plain.weight.data)
+    assert torch.equal(layer(ids), plain(ids)) and torch.equal(
+        whole(layer.weight.data, layer.weight), plain.weight.data
+    )
 
 
 def test_max_norm_touches_only_rows_that_were_asked_for(ranks):
     ranks(max_norm, world_size=2, tp=2)
 
 
-# --- faults of others -----------------------------------------------------------------------------------------------
+# --- faults of others
+# -----------------------------------------------------------------------------------------------
 
 
 def row_bias(parallel, sp):
@@ -251,13 +281,19 @@ def row_bias(parallel, sp):
     x = torch.ones(4 if sp else 1, 2 if parallel else 4)
     y = layer(x)
     y.sum().backward()
-    grad = comm.all_reduce("sum", layer.bias.grad) if layer.bias.sequence_parallel_enabled else layer.bias.grad
+    grad = (
+        comm.all_reduce("sum", layer.bias.grad)
+        if layer.bias.sequence_parallel_enabled
+        else layer.bias.grad
+    )
     return y[0].tolist(), grad.tolist()
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_row_bias_once_forward_and_whole_backward(ranks, parallel):
-    assert ranks(row_bias, parallel, False, world_size=2, tp=2) == [([104, 204, 304], [1, 1, 1])] * 2
+    assert (
+        ranks(row_bias, parallel, False, world_size=2, tp=2) == [([104, 204, 304], [1, 1, 1])] * 2
+    )
 
 
 def test_row_bias_under_sequence_parallel_is_marked_and_sums_to_the_whole(ranks):
@@ -266,7 +302,10 @@ def test_row_bias_under_sequence_parallel_is_marked_and_sums_to_the_whole(ranks)
 
 def initial_weights():
     torch.manual_seed(0)
-    layers = {"column": ColumnParallelLinear(16, 32, gather_output=False), "row": RowParallelLinear(16, 8)}
+    layers = {
+        "column": ColumnParallelLinear(16, 32, gather_output=False),
+        "row": RowParallelLinear(16, 8),
+    }
     layers["embedding"] = ParallelEmbedding(32, 16)
     tensors = {f"{k}.{n}": p for k, layer in layers.items() for n, p in layer.named_parameters()}
     mine = {k: p.detach().clone() for k, p in tensors.items()}
@@ -274,9 +313,16 @@ def initial_weights():
 
 
 def test_the_same_seed_gives_the_same_weights_at_every_degree(ranks):
-    runs = {(w, tp): ranks(initial_weights, world_size=w, tp=tp) for w, tp in ((1, 1), (2, 2), (4, 4), (4, 2), (2, 1))}
+    runs = {
+        (w, tp): ranks(initial_weights, world_size=w, tp=tp)
+        for w, tp in ((1, 1), (2, 2), (4, 4), (4, 2), (2, 1))
+    }
     torch.manual_seed(0)
-    plain = {"column": nn.Linear(16, 32), "row": nn.Linear(16, 8), "embedding": nn.Embedding(32, 16)}
+    plain = {
+        "column": nn.Linear(16, 32),
+        "row": nn.Linear(16, 8),
+        "embedding": nn.Embedding(32, 16),
+    }
     wanted = {f"{k}.{n}": p.detach() for k, m in plain.items() for n, p in m.named_parameters()}
     after = torch.rand(1)
     for (_, tp), results in runs.items():
@@ -302,7 +348,12 @@ def fused_rows():
 def test_fused_gate_and_up_stay_paired(ranks):
     full = [0, 1, 2, 3, 10, 11, 12, 13]
     assert ranks(fused_rows, world_size=2, tp=2) == [([0, 1, 10, 11], full), ([2, 3, 12, 13], full)]
-    assert [r[0] for r in ranks(fused_rows, world_size=4, tp=4)] == [[0, 10], [1, 11], [2, 12], [3, 13]]
+    assert [r[0] for r in ranks(fused_rows, world_size=4, tp=4)] == [
+        [0, 10],
+        [1, 11],
+        [2, 12],
+        [3, 13],
+    ]
 
 
 def swiglu():
@@ -349,7 +400,9 @@ def collectives(sp):
     saved = []
     x = torch.randn(4 // (2 if sp else 1), 3, 8, requires_grad=True)
     with comm.record() as log:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.append(tuple(t.shape)) or t, lambda t: t
+        ):
             y = down(up(x))
         forward = comm.count(log)
         y.sum().backward()
@@ -383,7 +436,8 @@ def test_autocast_computes_in_bf16_and_gives_gradients_in_the_weights_dtype(rank
         assert gap(found, wanted) <= 0.02 and gap(found_grad, grad) <= 0.05
 
 
-# --- marks, copies, meta --------------------------------------------------------------------------------------------
+# --- marks, copies, meta
+# --------------------------------------------------------------------------------------------
 
 
 def marks_of(module):
@@ -403,7 +457,9 @@ def survivors():
     marks = marks_of(model)
     copies = {"deepcopy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model))}
     copies["assign"] = copy.deepcopy(model)
-    copies["assign"].load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    copies["assign"].load_state_dict(
+        {k: v.clone() for k, v in model.state_dict().items()}, assign=True
+    )
     copies["empty"] = copy.deepcopy(model).to_empty(device="meta")
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -417,11 +473,24 @@ def survivors():
 def test_marks_follow_the_parameters(ranks):
     for marks, copies in ranks(survivors, world_size=4, tp=4):
         assert all(found == marks for found in copies.values()), copies
-        column = dict(tensor_model_parallel=True, partition_dim=0, partition_stride=1, num_partitions=4)
+        column = dict(
+            tensor_model_parallel=True, partition_dim=0, partition_stride=1, num_partitions=4
+        )
         assert marks["column.weight"] == marks["column.bias"]
-        assert marks["column.bias"] == {**column, "rank_ordering": None, "sequence_parallel_enabled": None, "pad_size": 2}
-        assert marks["fused.weight"]["partition_stride"] == 2 and marks["row.weight"]["partition_dim"] == 1
-        assert not marks["row.bias"]["tensor_model_parallel"] and marks["row.bias"]["sequence_parallel_enabled"]
+        assert marks["column.bias"] == {
+            **column,
+            "rank_ordering": None,
+            "sequence_parallel_enabled": None,
+            "pad_size": 2,
+        }
+        assert (
+            marks["fused.weight"]["partition_stride"] == 2
+            and marks["row.weight"]["partition_dim"] == 1
+        )
+        assert (
+            not marks["row.bias"]["tensor_model_parallel"]
+            and marks["row.bias"]["sequence_parallel_enabled"]
+        )
 
 
 class Tied(nn.Module):
@@ -443,7 +512,9 @@ def on_meta():
     torch.manual_seed(7)
     materialize(model, "cpu")
     assert model.head.weight is model.embedding.weight
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True)
+    )
     assert marks_of(model) == marks_of(wanted)
 
 
@@ -464,7 +535,9 @@ def test_preshard_hook_pads_a_full_state_dict(ranks):
 
 
 def other_group():
-    layer = ColumnParallelLinear(4, 8, tensor_model_parallel_group=parallel_state.get_data_parallel_group())
+    layer = ColumnParallelLinear(
+        4, 8, tensor_model_parallel_group=parallel_state.get_data_parallel_group()
+    )
     copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     return tuple(layer.weight.shape), copied(torch.ones(2, 4)).shape
 
@@ -475,13 +548,22 @@ def test_another_group_than_the_tensor_parallel_one(ranks):
 
 def small_features():
     torch.manual_seed(0)
-    layer = ColumnParallelLinear(4, 8, gather_output=False, skip_bias_add=True, keep_master_weight=True)
+    layer = ColumnParallelLinear(
+        4, 8, gather_output=False, skip_bias_add=True, keep_master_weight=True
+    )
     x = noise(3, 4, dtype=torch.float32)
     output, bias = layer(x)
     picked, _ = layer(x, slice_indices=torch.tensor([1]))
-    assert bias is layer.bias and torch.equal(whole(layer.weight.data, layer.weight), layer.master_weight)
-    assert torch.equal(output, F.linear(x, layer.weight)) and gap(picked, output[:, 1:2].detach()) <= 1e-6
-    partial = RowParallelLinear(8, 4, input_is_parallel=True, reduce_output=False, skip_bias_add=True)
+    assert bias is layer.bias and torch.equal(
+        whole(layer.weight.data, layer.weight), layer.master_weight
+    )
+    assert (
+        torch.equal(output, F.linear(x, layer.weight))
+        and gap(picked, output[:, 1:2].detach()) <= 1e-6
+    )
+    partial = RowParallelLinear(
+        8, 4, input_is_parallel=True, reduce_output=False, skip_bias_add=True
+    )
     y, bias = partial(output)
     assert bias is partial.bias and torch.equal(y, F.linear(output, partial.weight))
     padded = ColumnParallelLinear(4, 5, pad=True, keep_padded_output=True)(x)
@@ -492,22 +574,37 @@ def test_skipped_bias_master_weight_slices_partial_sums_and_kept_padding(ranks):
     ranks(small_features, world_size=2, tp=2)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
+# ------------------
 
 BAD = {
     "output of 5": (lambda: ColumnParallelLinear(4, 5), ("5", "2")),
     "input of 5": (lambda: RowParallelLinear(5, 4), ("5", "2")),
     "vocabulary of 5": (lambda: ParallelEmbedding(5, 4), ("5", "2")),
     "stride": (lambda: ColumnParallelLinear(4, 8, stride=3), ("8", "3")),
-    "gather and SP": (lambda: ColumnParallelLinear(4, 4, sequence_parallel_enabled=True), ("gather_output",)),
-    "SP and whole input": (lambda: RowParallelLinear(4, 4, sequence_parallel_enabled=True), ("input_is_parallel",)),
+    "gather and SP": (
+        lambda: ColumnParallelLinear(4, 4, sequence_parallel_enabled=True),
+        ("gather_output",),
+    ),
+    "SP and whole input": (
+        lambda: RowParallelLinear(4, 4, sequence_parallel_enabled=True),
+        ("input_is_parallel",),
+    ),
     "features": (lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 3)), ("(2, 3)", "4")),
-    "parallel features": (lambda: RowParallelLinear(4, 4, input_is_parallel=True)(torch.ones(2, 4)), ("(2, 4)", "2")),
+    "parallel features": (
+        lambda: RowParallelLinear(4, 4, input_is_parallel=True)(torch.ones(2, 4)),
+        ("(2, 4)", "2"),
+    ),
     "sequence": (
-        lambda: RowParallelLinear(4, 4, input_is_parallel=True, sequence_parallel_enabled=True)(torch.ones(5, 1, 2)),
+        lambda: RowParallelLinear(4, 4, input_is_parallel=True, sequence_parallel_enabled=True)(
+            torch.ones(5, 1, 2)
+        ),
         ("5", "2"),
     ),
-    "sequence of ids": (lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(1, 5).long()), ("5", "2")),
+    "sequence of ids": (
+        lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(1, 5).long()),
+        ("5", "2"),
+    ),
     "ordering": (lambda: ColumnParallelLinear(4, 4, rank_ordering=[0, 2]), ("0, 2", "2")),
     "padding id": (lambda: ParallelEmbedding(4, 4, padding_idx=4), ("4",)),
 }
@@ -534,7 +631,10 @@ def test_errors_name_the_numbers_on_all_ranks(ranks, size):
     cases = BAD | ANYWHERE if size == 2 else ANYWHERE
     for found in ranks(messages, list(cases), world_size=size, tp=size):
         for name, (_, words) in cases.items():
-            assert name in found and all(word in found[name] for word in words), (name, found.get(name))
+            assert name in found and all(word in found[name] for word in words), (
+                name,
+                found.get(name),
+            )
 
 
 def test_a_layer_without_a_world_falls_back_to_one_rank():

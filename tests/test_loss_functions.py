@@ -1,4 +1,6 @@
-"""Cross entropy over a sharded vocabulary: values, gradients, smoothing, ignored and padded entries, errors."""
+"""Cross entropy over a sharded vocabulary: values, gradients, smoothing, ignored and padded
+entries, errors.
+"""
 
 import math
 
@@ -7,7 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.loss_functions import from_parallel_logits_to_logprobs, parallel_cross_entropy
+from tutorial_lib.parallel_layers.loss_functions import (
+    from_parallel_logits_to_logprobs,
+    parallel_cross_entropy,
+)
 
 
 def mine(full):
@@ -36,15 +41,25 @@ def grid(dtype):
         for vocabulary in (4, 12, 52):
             for smoothing in (0.0, 0.1):
                 for ignored in (False, True):
-                    logits = torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64).to(dtype) * 3
+                    logits = (
+                        torch.randn(
+                            *shape, vocabulary, generator=generator, dtype=torch.float64
+                        ).to(dtype)
+                        * 3
+                    )
                     target = torch.randint(vocabulary, shape, generator=generator)
                     if ignored:
                         target.view(-1)[::3] = -100
-                    cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+                    cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(
+                        dtype
+                    )
                     loss, grad = run(logits, target, cotangent, label_smoothing=smoothing)
                     full = logits.clone().requires_grad_()
                     wanted = F.cross_entropy(
-                        full.flatten(0, -2), target.flatten(), reduction="none", label_smoothing=smoothing
+                        full.flatten(0, -2),
+                        target.flatten(),
+                        reduction="none",
+                        label_smoothing=smoothing,
                     ).view(shape)
                     wanted.backward(cotangent)
                     assert loss.dtype is dtype and (loss - wanted).abs().max() <= bound
@@ -82,9 +97,15 @@ def test_label_smoothing_is_over_the_whole_vocabulary(ranks):
     for size in (1, 2):
         for loss, _ in ranks(ramp, 1.0, 0.1, world_size=size, tp=size):
             assert loss.item() == pytest.approx(5.308340, abs=1e-5)
-        assert ranks(ramp, 1.0, 0.0, world_size=size, tp=size)[0][0].item() == pytest.approx(5.458340, abs=1e-5)
+        assert ranks(ramp, 1.0, 0.0, world_size=size, tp=size)[0][0].item() == pytest.approx(
+            5.458340, abs=1e-5
+        )
         for loss, grad in ranks(ramp, 1000.0, 0.1, world_size=size, tp=size):
-            assert loss.isfinite().all() and grad.isfinite().all() and loss.item() == pytest.approx(4850)
+            assert (
+                loss.isfinite().all()
+                and grad.isfinite().all()
+                and loss.item() == pytest.approx(4850)
+            )
 
 
 def ignored_infinities():
@@ -93,7 +114,9 @@ def ignored_infinities():
 
 def test_what_is_ignored_cannot_spoil_the_rest(ranks):
     for loss, grad in ranks(ignored_infinities, world_size=2, tp=2):
-        assert loss.tolist() == pytest.approx([0, math.log(4)]) and torch.equal(grad[0], torch.zeros(2))
+        assert loss.tolist() == pytest.approx([0, math.log(4)]) and torch.equal(
+            grad[0], torch.zeros(2)
+        )
 
 
 def padded(vocabulary):
@@ -105,7 +128,10 @@ def test_padding_of_the_vocabulary_takes_no_part(ranks, vocabulary):
     results = ranks(padded, vocabulary, world_size=4, tp=4)
     assert all(loss.item() == pytest.approx(math.log(vocabulary)) for loss, _ in results)
     grad = torch.cat([grad for _, grad in results], -1)[0]
-    assert torch.equal(grad[vocabulary:], torch.zeros(8 - vocabulary)) and (grad[:vocabulary] != 0).all()
+    assert (
+        torch.equal(grad[vocabulary:], torch.zeros(8 - vocabulary))
+        and (grad[:vocabulary] != 0).all()
+    )
 
 
 def half(dtype):
@@ -180,4 +206,7 @@ def messages():
 def test_errors_name_the_numbers_on_all_ranks(ranks, size):
     for found in ranks(messages, world_size=size, tp=size):
         for name, (_, words) in BAD.items():
-            assert name in found and all(word in found[name] for word in words), (name, found.get(name))
+            assert name in found and all(word in found[name] for word in words), (
+                name,
+                found.get(name),
+            )

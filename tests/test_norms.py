@@ -1,4 +1,5 @@
-"""LayerNorm and RMSNorm: equal to torch's and Hugging Face's, whole or by chunks of the sequence."""
+"""LayerNorm and RMSNorm: equal to torch's and Hugging Face's, whole or by chunks of the sequence.
+"""
 
 import copy
 
@@ -30,23 +31,37 @@ def test_rms_norm_equals_hugging_faces(dtype):
         output.backward(cotangent)
     bound = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for found, wanted in ((xs[0].grad, xs[1].grad), (ours.weight.grad, theirs.weight.grad)):
-        assert found.dtype is dtype and (found - wanted).abs().max() <= bound * max(1, wanted.abs().max())
+        assert found.dtype is dtype and (found - wanted).abs().max() <= bound * max(
+            1, wanted.abs().max()
+        )
 
 
 def test_rms_norm_stays_in_float64():
-    x, weight = random(3, 4, 6, dtype=torch.float64).requires_grad_(), random(4, 6, dtype=torch.float64, seed=1)
+    x, weight = (
+        random(3, 4, 6, dtype=torch.float64).requires_grad_(),
+        random(4, 6, dtype=torch.float64, seed=1),
+    )
     weight.requires_grad_()
     wanted = weight * x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()
     assert (manual_rms_norm(x, (4, 6), weight, 1e-5) - wanted).abs().max() <= 1e-12
-    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (4, 6), a[1], 1e-5), (x, weight))
-    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (x[0], weight[0]))
+    assert torch.autograd.gradcheck(
+        lambda *a: manual_rms_norm(a[0], (4, 6), a[1], 1e-5), (x, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (x[0], weight[0])
+    )
     vector = x[0, 0].detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (vector, weight[0]))
+    assert torch.autograd.gradcheck(
+        lambda *a: manual_rms_norm(a[0], (6,), a[1], 1e-5), (vector, weight[0])
+    )
 
 
 def test_rms_norm_keeps_its_input_and_no_float32_copy():
     saved = []
-    norm, x = RMSNorm(16, dtype=torch.bfloat16), random(4, 16, dtype=torch.bfloat16).requires_grad_()
+    norm, x = (
+        RMSNorm(16, dtype=torch.bfloat16),
+        random(4, 16, dtype=torch.bfloat16).requires_grad_(),
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         norm(x)
     assert [(tuple(t.shape), t.dtype) for t in saved if t is not norm.weight] == [
@@ -61,7 +76,9 @@ def test_layer_norm_gives_the_inputs_dtype(inputs, weights):
     found = LayerNorm(8, dtype=weights)(x)
     wanted = nn.functional.layer_norm(x.double(), (8,)).to(inputs)
     assert found.dtype is inputs
-    assert (found.double() - wanted.double()).abs().max() <= (2e-2 if torch.bfloat16 in (inputs, weights) else 1e-6)
+    assert (found.double() - wanted.double()).abs().max() <= (
+        2e-2 if torch.bfloat16 in (inputs, weights) else 1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
@@ -81,14 +98,17 @@ def test_errors():
 def train(sequence_parallel):
     """Two micro-steps a step, three steps; the sequence of 8 is whole or cut."""
     model = nn.Sequential(
-        LayerNorm(6, sequence_parallel_enabled=sequence_parallel), RMSNorm(6, sequence_parallel_enabled=sequence_parallel)
+        LayerNorm(6, sequence_parallel_enabled=sequence_parallel),
+        RMSNorm(6, sequence_parallel_enabled=sequence_parallel),
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         for micro in range(2):
             x, cotangent = (random(8, 2, 6, seed=100 * step + 10 * micro + i) for i in range(2))
             if sequence_parallel:
-                x, cotangent = (mappings.scatter_to_sequence_parallel_region(t) for t in (x, cotangent))
+                x, cotangent = (
+                    mappings.scatter_to_sequence_parallel_region(t) for t in (x, cotangent)
+                )
             (model(x) * cotangent).sum().backward()
         if sequence_parallel:
             grads.allreduce_sequence_parallel_gradients(optimizer)

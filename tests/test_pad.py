@@ -1,4 +1,6 @@
-"""Padding of heads and of the vocabulary: a padded model trains exactly like the plain one, and nothing leaks."""
+"""Padding of heads and of the vocabulary: a padded model trains exactly like the plain one, and
+nothing leaks.
+"""
 
 import copy
 
@@ -8,9 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
-from tutorial_lib.parallel_layers.pad import get_number_of_extra_heads, get_padded_vocab_size, pad_model
+from tutorial_lib.parallel_layers.pad import (
+    get_number_of_extra_heads,
+    get_padded_vocab_size,
+    pad_model,
+)
 from tutorial_lib.parallel_layers.sharding import partition_of
 
 HEAD, HIDDEN, HEADS = 4, 8, 3
@@ -39,8 +49,12 @@ class Attention(nn.Module):
         if fused:
             self.qkv = ColumnParallelLinear(HIDDEN, 3 * size, stride=3, **options)
         else:
-            self.q, self.k, self.v = (ColumnParallelLinear(HIDDEN, size, pad=True, **options) for _ in range(3))
-        self.o = RowParallelLinear(size, HIDDEN, input_is_parallel=True, pad=True, dtype=torch.float64)
+            self.q, self.k, self.v = (
+                ColumnParallelLinear(HIDDEN, size, pad=True, **options) for _ in range(3)
+            )
+        self.o = RowParallelLinear(
+            size, HIDDEN, input_is_parallel=True, pad=True, dtype=torch.float64
+        )
         self.fused, self.heads = fused, HEADS
 
     def forward(self, x):
@@ -50,7 +64,9 @@ class Attention(nn.Module):
 
 def whole(tensor, marked):
     partition = partition_of(marked)
-    return tensor if partition is None else partition.merge(comm.all_gather(tensor[None], 0).unbind(0))
+    return (
+        tensor if partition is None else partition.merge(comm.all_gather(tensor[None], 0).unbind(0))
+    )
 
 
 def train(fused):
@@ -59,13 +75,20 @@ def train(fused):
     model = nn.ModuleDict({"attention": Attention(fused), "other": ColumnParallelLinear(4, 8)})
     pad_model(model, tp, HEADS, (Attention,), lambda module, heads: setattr(module, "heads", heads))
     model = copy.deepcopy(model)
-    assert model["attention"].heads == (HEADS if tp == 1 else 4) and not hasattr(model["other"].weight, "pad_size")
+    assert model["attention"].heads == (HEADS if tp == 1 else 4) and not hasattr(
+        model["other"].weight, "pad_size"
+    )
     assert model["attention"].o.weight.shape[1] == model["attention"].heads // tp * HEAD
-    # Not Adam: it would blow up the rounding errors of the key bias, whose gradient is zero but for them.
-    optimizer = torch.optim.SGD(model["attention"].parameters(), 0.01, momentum=0.9, weight_decay=0.1)
+    # Not Adam: it would blow up the rounding errors of the key bias, whose gradient is zero but for
+    # them.
+    optimizer = torch.optim.SGD(
+        model["attention"].parameters(), 0.01, momentum=0.9, weight_decay=0.1
+    )
     losses = []
     for step in range(3):
-        x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        x = torch.randn(
+            5, HIDDEN, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
         loss = (model["attention"](x) - x).square().sum()
         loss.backward()
         losses.append(loss.item())
@@ -82,7 +105,9 @@ def test_three_heads_on_any_number_of_ranks_train_like_three_heads(ranks, fused,
     for found, kept in ranks(train, fused, world_size=size, tp=size):
         assert found == pytest.approx(losses, rel=1e-12)
         for name, tensor in wanted.items():
-            assert kept[name].shape == tensor.shape and (kept[name] - tensor).abs().max() <= 1e-10, name
+            assert (
+                kept[name].shape == tensor.shape and (kept[name] - tensor).abs().max() <= 1e-10
+            ), name
 
 
 def wrong_heads():

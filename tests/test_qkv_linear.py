@@ -1,4 +1,6 @@
-"""Grouped query, key and value projections against three plain layers, at every degree and number of copies."""
+"""Grouped query, key and value projections against three plain layers, at every degree and number
+of copies.
+"""
 
 import copy
 
@@ -25,7 +27,8 @@ class Plain(nn.Module):
         super().__init__()
         self.kv_heads = kv_heads
         self.q, self.k, self.v = (
-            nn.Linear(HIDDEN, n * HEAD, bias, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+            nn.Linear(HIDDEN, n * HEAD, bias, dtype=torch.float64)
+            for n in (heads, kv_heads, kv_heads)
         )
         self.o = nn.Linear(heads * HEAD, HIDDEN, bias, dtype=torch.float64)
 
@@ -90,7 +93,13 @@ def train(heads, kv_heads, bias, **options):
     optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in (plain, model)]
     for step in range(3):
         x, cotangent = (
-            torch.randn(8, 2, HIDDEN, generator=torch.Generator().manual_seed(10 * step + i), dtype=torch.float64)
+            torch.randn(
+                8,
+                2,
+                HIDDEN,
+                generator=torch.Generator().manual_seed(10 * step + i),
+                dtype=torch.float64,
+            )
             for i in range(2)
         )
         inputs = [x.clone().requires_grad_(), x.clone()]
@@ -104,11 +113,16 @@ def train(heads, kv_heads, bias, **options):
         if sp:
             out, grad = comm.all_gather(out.detach(), 0), comm.all_gather(grad, 0)
             grads.allreduce_sequence_parallel_gradients(optimizers[1])
-        assert (out - reference).abs().max() <= 1e-10 and (grad - inputs[0].grad).abs().max() <= 1e-10
+        assert (out - reference).abs().max() <= 1e-10 and (
+            grad - inputs[0].grad
+        ).abs().max() <= 1e-10
         for name, found in full_tensors(model, lambda p: p.grad).items():
             assert (found - wanted[name].grad).abs().max() <= 1e-10, name
         norms = [grads.clip_grad_norm(m.parameters(), 1e9) for m in (model,)]
-        assert abs(norms[0] - torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])) <= 1e-10
+        assert (
+            abs(norms[0] - torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+            <= 1e-10
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -117,10 +131,16 @@ def train(heads, kv_heads, bias, **options):
     if kv_heads < tp:
         for parameter in model.qkv.parameters():
             shared = getattr(parameter, "kv_shared_numel", 0)
-            assert shared or parameter is model.qkv._parameters.get("weight_q") or parameter is getattr(model.qkv, "bias_q")
+            assert (
+                shared
+                or parameter is model.qkv._parameters.get("weight_q")
+                or parameter is getattr(model.qkv, "bias_q")
+            )
             last = parameter.detach().flatten()[parameter.numel() - shared :]
             group = parallel_state.get_kv_shared_replica_groups()
-            assert shared == 0 or torch.equal(comm.all_reduce("max", last, group), comm.all_reduce("min", last, group))
+            assert shared == 0 or torch.equal(
+                comm.all_reduce("max", last, group), comm.all_reduce("min", last, group)
+            )
     clone = copy.deepcopy(model)
     assert all(vars(a) == vars(b) for a, b in zip(clone.parameters(), model.parameters()))
     parallel_state.destroy_kv_group()
@@ -145,10 +165,14 @@ def test_attention_trains_like_the_plain_one(ranks, kv_heads, size):
 
 def toy():
     """Σ_h q_h · k_{h//2} with q = 1, 2, 3, 4: the key gradients are 1 + 2 and 3 + 4."""
-    layer = GQAQKVColumnParallelLinear(1, [4, 2], False, gather_output=False, kv_size_multiplier=2, head_dim=1)
+    layer = GQAQKVColumnParallelLinear(
+        1, [4, 2], False, gather_output=False, kv_size_multiplier=2, head_dim=1
+    )
     with torch.no_grad():
         layer.weight_qkv.copy_(
-            layer._partitions["weight_qkv"].shard(torch.tensor([[1.0], [2], [3], [4], [0], [0], [0], [0]]), layer._rank)
+            layer._partitions["weight_qkv"].shard(
+                torch.tensor([[1.0], [2], [3], [4], [0], [0], [0], [0]]), layer._rank
+            )
         )
     q, k, _ = layer(torch.ones(1, 1))
     (q.detach() * k).sum().backward()
@@ -160,16 +184,24 @@ def toy():
 
 def test_key_gradients_sum_over_the_query_heads_of_all_copies(ranks):
     norm = (9 + 49) ** 0.5
-    assert ranks(toy, world_size=4, tp=4) == [(q, dk, pytest.approx(norm)) for q, dk in ((1, 3), (2, 3), (3, 7), (4, 7))]
+    assert ranks(toy, world_size=4, tp=4) == [
+        (q, dk, pytest.approx(norm)) for q, dk in ((1, 3), (2, 3), (3, 7), (4, 7))
+    ]
 
 
 BAD = {
     "heads": (lambda: GQAQKVColumnParallelLinear(4, [9, 4]), ("9", "2")),
     "kv heads": (lambda: GQAQKVColumnParallelLinear(4, [8, 3]), ("3", "2")),
     "multiplier": (lambda: GQAQKVColumnParallelLinear(4, [8, 2], kv_size_multiplier=3), ("2", "3")),
-    "pairs": (lambda: GQAQKVColumnParallelLinear(4, [8, 4], kv_size_multiplier=2, head_dim=2), ("2 key/value", "er 2")),
+    "pairs": (
+        lambda: GQAQKVColumnParallelLinear(4, [8, 4], kv_size_multiplier=2, head_dim=2),
+        ("2 key/value", "er 2"),
+    ),
     "half heads": (lambda: GQAQKVColumnParallelLinear(4, [12, 4], head_dim=4), ("3", "2")),
-    "gather and SP": (lambda: GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True), ("gather_output",)),
+    "gather and SP": (
+        lambda: GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True),
+        ("gather_output",),
+    ),
     "features": (lambda: GQAQKVColumnParallelLinear(4, [8, 4])(torch.ones(2, 3)), ("(2, 3)", "4")),
 }
 
@@ -189,4 +221,7 @@ def messages():
 def test_errors_name_the_numbers_on_all_ranks(ranks, size):
     for found in ranks(messages, world_size=size, tp=size):
         for name, (_, words) in BAD.items():
-            assert name in found and all(word in found[name] for word in words), (name, found.get(name))
+            assert name in found and all(word in found[name] for word in words), (
+                name,
+                found.get(name),
+            )

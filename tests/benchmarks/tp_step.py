@@ -1,9 +1,12 @@
-"""A training step of one Llama-shaped model: one process on all cores, PyTorch's tensor parallelism, and ours.
+"""A training step of one Llama-shaped model: one process on all cores, PyTorch's tensor
+parallelism, and ours.
 
     python -m tests.benchmarks.tp_step
 
-The contestants take turns within one run, so that whatever else the machine does hits all of them; medians count. Each is
-given its best setting of those tried: fused projections where it can cut them (PyTorch's cannot), fused AdamW for all.
+The contestants take turns within one run, so that whatever else the machine does hits all of them;
+medians count. Each is
+given its best setting of those tried: fused projections where it can cut them (PyTorch's cannot),
+    fused AdamW for all.
 """
 
 import argparse
@@ -23,7 +26,9 @@ from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 
 HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY, HEAD = 512, 1376, 4, 8192, 64
 BATCH, SEQUENCE, TP = 4, 256, 2
-TOLERANCE = 1e-4  # between the losses of the contestants after up to some dozen steps of AdamW in float32
+TOLERANCE = (
+    1e-4  # between the losses of the contestants after up to some dozen steps of AdamW in float32
+)
 
 
 class Plain:
@@ -50,7 +55,9 @@ class Split(Plain):
 
 
 class Ours(Plain):
-    """The sharded layers of this library. The embedding is cut by columns: an all-gather of H/T, no sum of H."""
+    """The sharded layers of this library. The embedding is cut by columns: an all-gather of H/T, no
+    sum of H.
+    """
 
     @staticmethod
     def embedding(rows: int, columns: int) -> nn.Module:
@@ -90,16 +97,23 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, and a gated MLP; both behind a norm, both added to their input."""
+    """Attention with rotary positions, and a gated MLP; both behind a norm, both added to their
+    input.
+    """
 
     def __init__(self, kind):
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(HIDDEN, 1e-5), nn.RMSNorm(HIDDEN, 1e-5)
         self.qkv, self.o = Projections(kind, HIDDEN, HIDDEN, 3), kind.row(HIDDEN, HIDDEN)
-        self.gate_up, self.down = Projections(kind, HIDDEN, FEED_FORWARD, 2), kind.row(FEED_FORWARD, HIDDEN)
+        self.gate_up, self.down = (
+            Projections(kind, HIDDEN, FEED_FORWARD, 2),
+            kind.row(FEED_FORWARD, HIDDEN),
+        )
 
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.attention_norm(x)))
+        q, k, v = (
+            t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.attention_norm(x))
+        )
         q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).flatten(-2))
@@ -116,7 +130,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(kind) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(HIDDEN, 1e-5)
         self.head = kind.column(HIDDEN, VOCABULARY)
-        angles = torch.outer(torch.arange(SEQUENCE), 1e4 ** (-torch.arange(0, HEAD, 2) / HEAD)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(SEQUENCE), 1e4 ** (-torch.arange(0, HEAD, 2) / HEAD)
+        ).repeat(1, 2)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 
@@ -138,7 +154,11 @@ def plain_model(kind) -> Model:
     for name, tensor in fused.items():
         stem, _, _ = name.partition("all.weight")
         parts = tensor.chunk(3 if "qkv" in name else 2) if "all.weight" in name else None
-        state |= {name: tensor} if parts is None else {f"{stem}each.{i}.weight": p for i, p in enumerate(parts)}
+        state |= (
+            {name: tensor}
+            if parts is None
+            else {f"{stem}each.{i}.weight": p for i, p in enumerate(parts)}
+        )
     model.load_state_dict(state)
     return model
 
@@ -147,7 +167,11 @@ def pytorchs_model() -> Model:
     """Cut by `parallelize_module`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (TP,))
     plan = {
@@ -161,7 +185,9 @@ def pytorchs_model() -> Model:
     return parallelize_module(plain_model(Split), mesh, plan)
 
 
-_contestant = None  # in a rank's process: a function of a step's number that trains it and returns the loss
+_contestant = (
+    None  # in a rank's process: a function of a step's number that trains it and returns the loss
+)
 
 
 def prepare(name: str, threads: int) -> None:
@@ -178,11 +204,15 @@ def prepare(name: str, threads: int) -> None:
         kind, around = (Ours if name == "ours TP" else Plain), nullcontext
         model = plain_model(kind)
     # PyTorch's fused AdamW takes sharded and plain parameters only apart.
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False)
+    )
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], 3e-4, fused=True)
 
     def step(number: int) -> float:
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(
+            VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(number)
+        )
         with around():
             loss = kind.loss(model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
@@ -201,7 +231,9 @@ def train(first: int, steps: int) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round")
     options = parser.parse_args()
@@ -217,16 +249,22 @@ def main() -> None:
     for number in range(-1, options.rounds):  # the first round is a warm-up
         losses = {}
         for name, (pool, tp, _) in contestants.items():
-            results = pool.run(train, (number + 1) * options.steps, options.steps, tp=tp, timeout=600)
+            results = pool.run(
+                train, (number + 1) * options.steps, options.steps, tp=tp, timeout=600
+            )
             losses[name] = results[0][1]
             if number >= 0:
                 seconds[name].append(max(elapsed for elapsed, _ in results))
         for name, found in losses.items():
             gap = max(map(lambda a, b: abs(a - b), found, losses["one process"]))
             if not gap <= TOLERANCE:
-                raise SystemExit(f"the losses of {name} differ from one process's by {gap:.2e} in round {number}")
+                raise SystemExit(
+                    f"the losses of {name} differ from one process's by {gap:.2e} in round {number}"
+                )
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"{cores} cores; hidden {HIDDEN}, {LAYERS} layers, vocabulary {VOCABULARY}, {BATCH} × {SEQUENCE} tokens, AdamW")
+    print(
+        f"{cores} cores; hidden {HIDDEN}, {LAYERS} layers, vocabulary {VOCABULARY}, {BATCH} × {SEQUENCE} tokens, AdamW"
+    )
     for name, (pool, _, threads) in contestants.items():
         ratios = [t / s for t, s in zip(seconds[name], seconds["one process"])]
         print(
@@ -234,7 +272,9 @@ def main() -> None:
             f"{statistics.median(ratios):.3f} × one process"
         )
         pool.stop()
-    print(f"losses equal within {TOLERANCE}; last {losses['ours TP'][-1]:.5f}, ln V = {math.log(VOCABULARY):.5f}")
+    print(
+        f"losses equal within {TOLERANCE}; last {losses['ours TP'][-1]:.5f}, ln V = {math.log(VOCABULARY):.5f}"
+    )
     print(json.dumps({name: [round(t, 5) for t in times] for name, times in seconds.items()}))
 
 

@@ -41,11 +41,12 @@ def manual_rms_norm(
 ) -> torch.Tensor:
     """`weight · x / √(mean(x²) + eps)`, with the mean over the last dimensions.
 
-    The quotient is computed in float32 (float64 for such an input), rounded to the input's dtype and then multiplied by
-    the weight, in this order, as Hugging Face's `LlamaRMSNorm` does it.
+    The quotient is computed in float32 (float64 for such an input), rounded to the input's dtype
+    and then multiplied by the weight, in this order, as Hugging Face's `LlamaRMSNorm` does it.
 
     Raises:
-        ValueError: `normalized_shape` is not that of the weight, or not the input's last dimensions.
+        ValueError: `normalized_shape` is not that of the weight, or not the input's last
+            dimensions.
     """
     shape = tuple(normalized_shape)
     if tuple(weight.shape) != shape or tuple(input.shape[-len(shape) :]) != shape:
@@ -80,7 +81,9 @@ class RMSNorm(KeepsParameterMarks, nn.Module):
         super().__init__()
         if not elementwise_affine:
             raise ValueError("elementwise_affine=False: this RMSNorm always has a weight")
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = (
+            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        )
         self.normalized_shape, self.eps = shape, eps
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -10,10 +10,12 @@ from .utils import KeepsParameterMarks
 class LayerNorm(KeepsParameterMarks, nn.LayerNorm):
     """`nn.LayerNorm` whose parameters are marked `sequence_parallel_enabled`.
 
-    Under sequence parallel each rank sees a part of the positions, so that the parameters' gradients are shares, to be
-    summed over the tensor-parallel group once a step. That is what the mark is for.
+    Under sequence parallel each rank sees a part of the positions, so that the parameters'
+    gradients are shares, to be summed over the tensor-parallel group once a step. That is what the
+    mark is for.
 
-    Where the input is of another dtype than the parameters, the wider of both computes and the input's comes out.
+    Where the input is of another dtype than the parameters, the wider of both computes and the
+    input's comes out.
     """
 
     def __init__(
@@ -37,4 +39,6 @@ class LayerNorm(KeepsParameterMarks, nn.LayerNorm):
             return super().forward(input)
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
         weight, bias = (None if p is None else p.to(dtype) for p in (self.weight, self.bias))
-        return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+        return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(
+            input.dtype
+        )

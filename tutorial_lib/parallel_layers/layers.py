@@ -1,11 +1,8 @@
-"""Linear layers whose weights are cut over the tensor-parallel ranks (Shoeybi et al., 2019, section 3).
+"""Linear layers whose weights are cut over the ranks (Shoeybi et al., 2019, section 3).
 
-Names and signatures are those of `neuronx_distributed.parallel_layers.layers`. `ParallelEmbedding` is of this module
-too, but has a file of its own.
+Names and signatures are those of `neuronx_distributed.parallel_layers.layers`. `ParallelEmbedding`
+is of this module too, but has a file of its own.
 """
-
-import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,64 +10,13 @@ from torch import nn
 from . import mappings
 from .embedding import ParallelEmbedding as ParallelEmbedding
 from .layers_utils import column_parallel_linear, row_parallel_linear
-from .sharded_module import ShardedModule
+from .parallel_linear import InitMethod, ParallelLinear, padding
 from .sharding import Partition
-from .utils import ensure_divisibility
-
-InitMethod = Callable[[torch.Tensor], object]
 
 
-def kaiming(weight: torch.Tensor) -> None:
-    """What `nn.Linear` starts from."""
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-
-
-def _padding(size: int, parts: int, multiple: int = 1) -> int:
-    """Zeros behind `size` so that each of `parts` gets the same multiple of `multiple`."""
-    return -size % (parts * multiple)
-
-
-class _ParallelLinear(ShardedModule):
-    """A linear layer with a sharded weight, and maybe a bias."""
-
-    def __init__(self, input_size, output_size, *, device, dtype, group, stride, init_method, pad, keep_master):
-        super().__init__(device, dtype, group)
-        if min(input_size, output_size, stride) < 1:
-            raise ValueError(
-                f"input_size {input_size}, output_size {output_size} and stride {stride} must be at least 1"
-            )
-        if pad and stride > 1:
-            raise ValueError(f"pad works for one matrix, not for {stride} fused ones (stride {stride})")
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.init_method, self.pad, self.keep_master_weight = init_method or kaiming, pad, keep_master
-        self.master_weight: torch.Tensor | None = None
-
-    def _fused(self, size: int) -> tuple[int, ...]:
-        ensure_divisibility(size, self.stride, "size over stride")
-        return (size // self.stride,) * self.stride
-
-    def reset_parameters(self) -> None:
-        """Draws weight and bias as `nn.Linear` does, with the fan-in of the full weight."""
-        full = self._draw((self.output_size, self.input_size), self.init_method)
-        self._keep("weight", full)
-        self.master_weight = full if self.keep_master_weight else None
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.input_size)
-            self._keep("bias", self._draw((self.output_size,), lambda b: nn.init.uniform_(b, -bound, bound)))
-
-    def _check_input(self, x: torch.Tensor, size: int) -> None:
-        if x.size(-1) != size:
-            raise ValueError(
-                f"the input of shape {tuple(x.shape)} should have {size} features "
-                f"({self.input_size} in all, {self._size} ranks)"
-            )
-
-    def extra_repr(self) -> str:
-        return f"{self.input_size} → {self.output_size}, weight {tuple(self.weight.shape)} of {self._size} ranks"
-
-
-class ColumnParallelLinear(_ParallelLinear):
-    """`Y = X Aᵀ + b` with the rows of `A` (and of `b`) cut over the ranks: each computes its own output features.
+class ColumnParallelLinear(ParallelLinear):
+    """`Y = X Aᵀ + b` with the rows of `A` (and of `b`) cut over the ranks: each computes its own
+    output features.
 
     Args:
         input_size, output_size: features of the full layer.
@@ -78,21 +24,24 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: give every rank all output features, rather than its own.
         stride: number of fused matrices (3 for q, k, v; 2 for gate, up); each is cut for itself.
         init_method: fills the full weight in place; by default as `nn.Linear`.
-        sequence_parallel_enabled: the input is this rank's chunk of the sequence. It is gathered in forward and again
-            in backward, not kept gathered.
+        sequence_parallel_enabled: the input is this rank's chunk of the sequence. It is gathered in
+            forward and again in backward, not kept gathered.
         sequence_dimension: where the sequence is; None stands for 0 (`[S, B, H]`).
         keep_master_weight: keep the full initial weight as `master_weight`.
         skip_bias_add: return `(output, bias)`, for a kernel that fuses the sum.
-        pad: put zero rows behind an `output_size` that the ranks do not divide. In training too: they take no part in
-            the multiplication, so that their output and gradient are exactly 0.
+        pad: put zero rows behind an `output_size` that the ranks do not divide. In training too:
+            they take no part in the multiplication, so that their output and gradient are exactly
+            0.
         pad_alignment_size_per_rank: with `pad`, make each rank's share a multiple of it.
         keep_padded_output: with `pad` and `gather_output`, leave the padding's zeros in the output.
         tensor_model_parallel_group: the ranks; by default the tensor-parallel group.
-        reduce_dtype: dtype in which the input's gradient is summed over the ranks (float64 stays float64).
+        reduce_dtype: dtype in which the input's gradient is summed over the ranks (float64 stays
+            float64).
         rank_ordering: the place of each rank's part, where it is not the rank.
 
     Shapes:
-        input `[…, input_size]`, any number of dimensions; output `[…, output_size / T]`, or `[…, output_size]` if gathered.
+        input `[…, input_size]`, any number of dimensions; output `[…, output_size / T]`, or `[…,
+        output_size]` if gathered.
 
     Raises:
         ValueError: sizes that do not divide, and `gather_output` together with sequence parallel.
@@ -124,15 +73,18 @@ class ColumnParallelLinear(_ParallelLinear):
             stride=stride, init_method=init_method, pad=pad, keep_master=keep_master_weight,
         )  # fmt: skip
         if gather_output and sequence_parallel_enabled:
-            raise ValueError("gather_output=True and sequence_parallel_enabled=True exclude each other")
+            raise ValueError(
+                "gather_output=True and sequence_parallel_enabled=True exclude each other"
+            )
         parts = self._size
-        self.gather_output, self.skip_bias_add, self.reduce_dtype = gather_output, skip_bias_add, reduce_dtype
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.reduce_dtype = reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
         self.keep_padded_output = keep_padded_output
-        padding = _padding(output_size, parts, pad_alignment_size_per_rank) if pad else 0
+        zeros = padding(output_size, parts, pad_alignment_size_per_rank) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._set_cut(Partition(0, self._fused(output_size), parts, (), padding, order))
+        self._set_cut(Partition(0, self._fused(output_size), parts, (), zeros, order))
         self._declare("weight", (output_size, input_size), self._cut)
         if bias:
             self._declare("bias", (output_size,), None if gather_output else self._cut)
@@ -141,7 +93,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self._initialize()
 
     def _set_cut(self, cut: Partition) -> None:
-        self._cut, self.pad_size, self.output_size_per_partition = cut, cut.pad, sum(cut.local_sizes)
+        self._cut, self.pad_size = cut, cut.pad
+        self.output_size_per_partition = sum(cut.local_sizes)
 
     def forward(self, input: torch.Tensor, slice_indices: torch.Tensor | None = None):
         """The output features of this rank, or all.
@@ -152,7 +105,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         self._check_input(input, self.input_size)
         if slice_indices is not None and self.gather_output and self.bias is not None:
-            raise ValueError("slice_indices needs gather_output=False or bias=False: the bias is that of all features")
+            raise ValueError(
+                "slice_indices needs gather_output=False or bias=False: the bias is that of all features"
+            )
         weight, bias = self.weight, None if self.gather_output or self.skip_bias_add else self.bias
         real = self._cut.real_size(self._rank)
         if slice_indices is not None:
@@ -160,7 +115,9 @@ class ColumnParallelLinear(_ParallelLinear):
         elif real < weight.size(0):
             weight, bias = weight[:real], bias if bias is None else bias[:real]
         sequence_dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-        output = column_parallel_linear(input, weight, bias, self.groups, sequence_dim, self.reduce_dtype)
+        output = column_parallel_linear(
+            input, weight, bias, self.groups, sequence_dim, self.reduce_dtype
+        )
         if slice_indices is None and real < self.output_size_per_partition:
             output = nn.functional.pad(output, (0, self.output_size_per_partition - real))
         if self.gather_output:
@@ -182,25 +139,31 @@ class ColumnParallelLinear(_ParallelLinear):
         return nn.functional.pad(bias, (0, output.size(-1) - bias.size(0)))
 
 
-class RowParallelLinear(_ParallelLinear):
-    """`Y = X Aᵀ + b` with the columns of `A` cut over the ranks: each multiplies its input features, and the sum is shared.
+class RowParallelLinear(ParallelLinear):
+    """`Y = X Aᵀ + b` with the columns of `A` cut over the ranks: each multiplies its input
+    features, and the sum is shared.
 
     Args:
-        input_is_parallel: the input is this rank's features already (from a column layer); otherwise they are cut out.
-        sequence_parallel_enabled: keep this rank's chunk of the sequence of the sum; needs `input_is_parallel`. The
-            bias is then marked `sequence_parallel_enabled`: its gradient is this rank's share, to be summed once a step.
+        input_is_parallel: the input is this rank's features already (from a column layer);
+            otherwise they are cut out.
+        sequence_parallel_enabled: keep this rank's chunk of the sequence of the sum; needs
+            `input_is_parallel`. The bias is then marked `sequence_parallel_enabled`: its gradient
+            is this rank's share, to be summed once a step.
         sequence_dimension: where the sequence is; None stands for 0 (`[S, B, H]`).
         skip_bias_add: return `(output, bias)`.
-        pad: put zero columns behind an `input_size` that the ranks do not divide; they take no part, in training too.
-            The input comes with its padding if it is parallel, without it otherwise.
+        pad: put zero columns behind an `input_size` that the ranks do not divide; they take no
+            part, in training too. The input comes with its padding if it is parallel, without it
+            otherwise.
         reduce_output: False gives each rank's own summand, without the bias.
         reduce_dtype: dtype in which the output is summed over the ranks (float64 stays float64).
         tile_cc: for a compiler's sake; it changes no result here.
 
-    The other arguments are those of `ColumnParallelLinear`. The bias is whole on every rank, and added once.
+    The other arguments are those of `ColumnParallelLinear`. The bias is whole on every rank, and
+    added once.
 
     Shapes:
-        input `[…, input_size / T]` or `[…, input_size]`; output `[…, output_size]`, or its chunk of the sequence.
+        input `[…, input_size / T]` or `[…, input_size]`; output `[…, output_size]`, or its chunk of
+        the sequence.
 
     Raises:
         ValueError: sizes that do not divide, and sequence parallel without `input_is_parallel`.
@@ -234,18 +197,22 @@ class RowParallelLinear(_ParallelLinear):
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True")
         if sequence_parallel_enabled and not reduce_output:
-            raise ValueError("sequence_parallel_enabled=True needs reduce_output=True: it is the reduction that cuts")
+            raise ValueError(
+                "sequence_parallel_enabled=True needs reduce_output=True: it is the reduction that cuts"
+            )
         parts = self._size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.reduce_output, self.reduce_dtype = reduce_output, reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        padding = _padding(input_size, parts) if pad else 0
+        zeros = padding(input_size, parts) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._set_cut(Partition(1, self._fused(input_size), parts, (), padding, order))
+        self._set_cut(Partition(1, self._fused(input_size), parts, (), zeros, order))
         self._declare("weight", (output_size, input_size), self._cut)
         if bias:
-            self._declare("bias", (output_size,), sequence_parallel_enabled=sequence_parallel_enabled)
+            self._declare(
+                "bias", (output_size,), sequence_parallel_enabled=sequence_parallel_enabled
+            )
         else:
             self.register_parameter("bias", None)
         self._initialize()
@@ -270,7 +237,9 @@ class RowParallelLinear(_ParallelLinear):
         else:
             sequence_dim = self.sequence_dimension if self.sequence_parallel_enabled else None
             bias = None if self.skip_bias_add else self.bias
-            output = row_parallel_linear(input, weight, bias, self.groups, sequence_dim, self.reduce_dtype)
+            output = row_parallel_linear(
+                input, weight, bias, self.groups, sequence_dim, self.reduce_dtype
+            )
         return (output, self.bias) if self.skip_bias_add else output
 
     def _by_rank(self, whole: torch.Tensor) -> torch.Tensor:

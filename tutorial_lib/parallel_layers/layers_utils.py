@@ -1,8 +1,11 @@
-"""The two sharded matrix multiplications and their backward, with communication overlapped and nothing saved gathered.
+"""The two sharded matrix multiplications and their backward, with communication overlapped and
+nothing saved gathered.
 
-Column: `Y = X [A_1 … A_T]`, `X` on every rank. Row: `Y = Σ X_i A_i`, `X_i` and `A_i` on rank i (Shoeybi et al., 2019,
-section 3). With sequence parallel the ranks hold chunks of the sequence outside of the pair: an all-gather before the column
-layer and a reduce-scatter behind the row layer stand for the two all-reduces (Korthikanti et al., 2022, section 4.2).
+Column: `Y = X [A_1 … A_T]`, `X` on every rank. Row: `Y = Σ X_i A_i`, `X_i` and `A_i` on rank i
+    (Shoeybi et al., 2019,
+section 3). With sequence parallel the ranks hold chunks of the sequence outside of the pair: an
+all-gather before the column layer and a reduce-scatter behind the row layer stand for the two
+all-reduces (Korthikanti et al., 2022, section 4.2).
 """
 
 import torch
@@ -14,7 +17,9 @@ from . import comm, parallel_state
 
 
 def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a sum over ranks travels in: `reduce_dtype` if given; float64 stays as it is, never less exact."""
+    """The dtype that a sum over ranks travels in: `reduce_dtype` if given; float64 stays as it is,
+    never less exact.
+    """
     return dtype if reduce_dtype is None or dtype is torch.float64 else reduce_dtype
 
 
@@ -40,10 +45,14 @@ def _sum_shared(grad: torch.Tensor, rows: int, groups: comm.Groups) -> torch.Ten
 
 
 class _ColumnLinear(Function):
-    """forward: [all-gather the sequence,] multiply / backward: all-reduce [reduce-scatter] the input's gradient."""
+    """forward: [all-gather the sequence,] multiply / backward: all-reduce [reduce-scatter] the
+    input's gradient.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, sequence_dim, reduce_dtype, shared_rows, shared_groups):
+    def forward(
+        ctx, x, weight, bias, groups, sequence_dim, reduce_dtype, shared_rows, shared_groups
+    ):
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.sequence_dim, ctx.reduce_dtype = groups, sequence_dim, reduce_dtype
         ctx.shared_rows, ctx.shared_groups = shared_rows, shared_groups
@@ -82,7 +91,9 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """forward: multiply, all-reduce [reduce-scatter], add the bias once / backward: [all-gather the gradient]."""
+    """forward: multiply, all-reduce [reduce-scatter], add the bias once / backward: [all-gather the
+    gradient].
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, groups, sequence_dim, reduce_dtype):
@@ -102,7 +113,8 @@ class _RowLinear(Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Each rank adds the bias to its own chunk of the sequence, so this is its share of the gradient.
+        # Each rank adds the bias to its own chunk of the sequence, so this is its share of the
+        # gradient.
         grad_bias = bias_gradient(grad) if needs_bias else None
         if ctx.sequence_dim is not None:
             grad = comm.all_gather(grad, ctx.sequence_dim, ctx.groups)
@@ -112,7 +124,9 @@ class _RowLinear(Function):
 
 
 def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in autocast's dtype where it is on: what it would do to a plain matrix multiplication."""
+    """The tensors in autocast's dtype where it is on: what it would do to a plain matrix
+    multiplication.
+    """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -137,7 +151,8 @@ def column_parallel_linear(
         weight, bias: `[out/T, in]` and `[out/T]`.
         sequence_dim: None for an input that every rank holds whole.
         reduce_dtype: the dtype of the sum in the backward.
-        shared_rows: how many of the last rows the ranks of `shared_groups` hold copies of; their gradients are summed.
+        shared_rows: how many of the last rows the ranks of `shared_groups` hold copies of; their
+            gradients are summed.
 
     Returns:
         `[…, out/T]`, of the whole sequence.

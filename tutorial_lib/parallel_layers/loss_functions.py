@@ -1,7 +1,8 @@
-"""Cross entropy over a vocabulary that is cut over the ranks: no rank ever holds all logits of a token.
+"""Cross entropy over a vocabulary that is cut over the ranks: no rank ever holds all logits of a
+token.
 
-The vocabulary is cut as a `ColumnParallelLinear` head leaves it. Per token the ranks exchange three numbers, in one
-all-gather, where gathered logits would take V.
+The vocabulary is cut as a `ColumnParallelLinear` head leaves it. Per token the ranks exchange three
+numbers, in one all-gather, where gathered logits would take V.
 """
 
 import torch
@@ -16,19 +17,26 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """Of the last dimension; of none it is −∞."""
     if logits.size(-1) == 0:
         return logits.new_full(logits.shape[:-1], float("-inf"))
-    # torch.logsumexp takes half as long again. The bound keeps −∞ − (−∞) out of a row of nothing but −∞.
+    # torch.logsumexp takes half as long again. The bound keeps −∞ − (−∞) out of a row of nothing
+    # but −∞.
     peak = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     return (logits - peak).exp_().sum(-1).log_() + peak.squeeze(-1)
 
 
 class _CrossEntropy(Function):
-    """Saves the logits as they are and one number a token; the softmax is formed where its gradient will lie."""
+    """Saves the logits as they are and one number a token; the softmax is formed where its gradient
+    will lie.
+    """
 
     @staticmethod
     def forward(ctx, logits, target, owned, valid, real, vocabulary, smoothing, groups):
         inside = logits[..., :real].to(torch.promote_types(logits.dtype, torch.float32))
         reduced = [_log_sum_exp(inside)]
-        picked = inside.gather(-1, target.unsqueeze(-1)).squeeze(-1) if real else torch.zeros_like(reduced[0])
+        picked = (
+            inside.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            if real
+            else torch.zeros_like(reduced[0])
+        )
         reduced.append(torch.where(owned, picked, 0))
         if smoothing:
             reduced.append(inside.sum(-1))
@@ -52,7 +60,11 @@ class _CrossEntropy(Function):
         if ctx.smoothing:
             softmax -= ctx.smoothing / ctx.vocabulary
         if ctx.real:
-            softmax.scatter_add_(-1, target.unsqueeze(-1), (ctx.smoothing - 1.0) * owned.unsqueeze(-1).to(total.dtype))
+            softmax.scatter_add_(
+                -1,
+                target.unsqueeze(-1),
+                (ctx.smoothing - 1.0) * owned.unsqueeze(-1).to(total.dtype),
+            )
         softmax *= torch.where(valid, grad, 0).unsqueeze(-1)
         softmax = softmax.masked_fill_(~valid.unsqueeze(-1), 0).to(logits.dtype)
         if ctx.real < logits.size(-1):
@@ -74,18 +86,21 @@ def parallel_cross_entropy(
     Args:
         vocab_parallel_logits: `[…, V/T]`, this rank's part of the vocabulary. Not modified.
         target: `[…]`, ids of the whole vocabulary, the same on every rank.
-        label_smoothing: α as in `F.cross_entropy`: the target is `(1 − α)` of the id's own and α spread evenly over all V
-            classes, the right one included (not over the V − 1 others).
+        label_smoothing: α as in `F.cross_entropy`: the target is `(1 − α)` of the id's own and α
+            spread evenly over all V classes, the right one included (not over the V − 1 others).
         ignore_index: the target of a token whose loss and gradient are exactly 0.
-        vocab_size: V where the logits carry padding behind it, which then takes no part; by default all of them.
+        vocab_size: V where the logits carry padding behind it, which then takes no part; by default
+            all of them.
         groups: the ranks that the vocabulary is cut over; by default the tensor-parallel group.
 
     Returns:
-        `[…]`, equal on every rank, in float32 (float64 for such logits), whatever dtype the logits have.
+        `[…]`, equal on every rank, in float32 (float64 for such logits), whatever dtype the logits
+        have.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside of the vocabulary, a smoothing outside of [0, 1) or a
-            `vocab_size` larger than the logits; on every rank. On an accelerator such a target's loss is NaN instead.
+        ValueError: shapes that do not fit, a target outside of the vocabulary, a smoothing outside
+            of [0, 1) or a `vocab_size` larger than the logits; on every rank. On an accelerator
+            such a target's loss is NaN instead.
     """
     logits = vocab_parallel_logits
     axis = parallel_state.axis_of(groups)
@@ -97,7 +112,9 @@ def parallel_cross_entropy(
     local = logits.size(-1)
     vocabulary = local * axis.size if vocab_size is None else vocab_size
     if not 0 < vocabulary <= local * axis.size:
-        raise ValueError(f"vocab_size {vocabulary} is not in [1, {local * axis.size}], {axis.size} ranks of {local} logits")
+        raise ValueError(
+            f"vocab_size {vocabulary} is not in [1, {local * axis.size}], {axis.size} ranks of {local} logits"
+        )
     outside = ids_outside(target, vocabulary, "target", ignore_index)
 
     start = axis.rank * local
@@ -105,7 +122,9 @@ def parallel_cross_entropy(
     valid = target != ignore_index
     owned = (target >= start) & (target < start + real) & valid
     inner = torch.where(owned, target - start, 0)
-    loss = _CrossEntropy.apply(logits, inner, owned, valid, real, vocabulary, label_smoothing, groups)
+    loss = _CrossEntropy.apply(
+        logits, inner, owned, valid, real, vocabulary, label_smoothing, groups
+    )
     return loss if outside is None else loss.masked_fill(outside, float("nan"))
 
 

@@ -1,7 +1,8 @@
-"""Padding that makes odd numbers divisible: heads of attention, entries of the vocabulary. Zeros that stay zeros.
+"""Padding that makes odd numbers divisible: heads of attention, entries of the vocabulary. Zeros
+that stay zeros.
 
-A padded head has zero weights in the projections before it and behind it. Its output is zero, and so is the gradient of each
-of its weights; the model computes, and trains, as without it.
+A padded head has zero weights in the projections before it and behind it. Its output is zero, and
+so is the gradient of each of its weights; the model computes, and trains, as without it.
 """
 
 from collections.abc import Callable
@@ -23,9 +24,11 @@ def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
 
 
 def get_padded_vocab_size(vocab_size: int, tp_degree: int, make_divisible_by: int = 1) -> int:
-    """The vocabulary with its padding: the next multiple of `make_divisible_by` on each of `tp_degree` ranks.
+    """The vocabulary with its padding: the next multiple of `make_divisible_by` on each of
+    `tp_degree` ranks.
 
-    Give the real size to the loss (`parallel_cross_entropy(…, vocab_size=…)`), and to `ParallelEmbedding(pad=True)`.
+    Give the real size to the loss (`parallel_cross_entropy(…, vocab_size=…)`), and to
+    `ParallelEmbedding(pad=True)`.
     """
     if min(vocab_size, tp_degree, make_divisible_by) < 1:
         raise ValueError(
@@ -43,29 +46,37 @@ def pad_model(
     wrapped_classes: tuple[type, ...] = (),
     pad_hook_fn: Callable[[nn.Module, int], object] | None = None,
 ) -> nn.Module:
-    """Adds zero heads to the sharded projections of a model, in place, and cuts them anew so that heads stay whole.
+    """Adds zero heads to the sharded projections of a model, in place, and cuts them anew so that
+    heads stay whole.
 
-    For a model whose attention divides its padded number of heads, `n_heads + get_number_of_extra_heads(n_heads, T)`, by
-    T. The projections are built for the real number, with `pad=True` where the ranks do not divide their size.
+    For a model whose attention divides its padded number of heads, `n_heads +
+    get_number_of_extra_heads(n_heads, T)`, by T. The projections are built for the real number,
+    with `pad=True` where the ranks do not divide their size.
 
     Args:
         model: with `ColumnParallelLinear` before and `RowParallelLinear` behind its attention.
         tp_degree: T, which has to be that of the layers.
         n_heads: the real number of heads.
-        wrapped_classes: the modules to look in (the attention); by default all. Others are left alone.
-        pad_hook_fn: called as `pad_hook_fn(module, padded number of heads)` on each of `wrapped_classes`, to
-            adapt what the module itself keeps.
+        wrapped_classes: the modules to look in (the attention); by default all. Others are left
+            alone.
+        pad_hook_fn: called as `pad_hook_fn(module, padded number of heads)` on each of
+            `wrapped_classes`, to adapt what the module itself keeps.
 
     Returns:
         The same model; the parameters are new, with the same marks.
 
     Raises:
-        ValueError: a projection that does not consist of `n_heads` heads, or is cut over another number of ranks.
+        ValueError: a projection that does not consist of `n_heads` heads, or is cut over another
+            number of ranks.
     """
     extra = get_number_of_extra_heads(n_heads, tp_degree)
     if not extra:
         return model
-    roots = [m for m in model.modules() if isinstance(m, wrapped_classes)] if wrapped_classes else [model]
+    roots = (
+        [m for m in model.modules() if isinstance(m, wrapped_classes)]
+        if wrapped_classes
+        else [model]
+    )
     layers = {id(m): m for root in roots for m in root.modules()}.values()
     for layer in layers:
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -75,7 +86,9 @@ def pad_model(
     return model
 
 
-def _add_heads(layer: ColumnParallelLinear | RowParallelLinear, tp_degree: int, n_heads: int, extra: int) -> None:
+def _add_heads(
+    layer: ColumnParallelLinear | RowParallelLinear, tp_degree: int, n_heads: int, extra: int
+) -> None:
     old = layer._cut
     if old.parts != tp_degree:
         raise ValueError(f"{layer} is cut over {old.parts} ranks, not tp_degree {tp_degree}")

@@ -1,4 +1,6 @@
-"""What all layers with sharded parameters share: initial weights the same at every degree, and the marks."""
+"""What all layers with sharded parameters share: initial weights the same at every degree, and the
+marks.
+"""
 
 from collections.abc import Callable
 
@@ -13,9 +15,10 @@ from .utils import PARAMETER_MARKS, KeepsParameterMarks, set_tensor_model_parall
 class ShardedModule(KeepsParameterMarks, nn.Module):
     """A module whose parameters are cut over a group of ranks, and know how.
 
-    A subclass draws each full tensor on the host, from the default generator, in the order of the plain module, and
-    keeps its own part. So with one seed they are bitwise those of the plain module, at every degree. On
-    `device="meta"` nothing is drawn nor allocated; `materialize` does it later.
+    A subclass draws each full tensor on the host, from the default generator, in the order of the
+    plain module, and keeps its own part. So with one seed they are bitwise those of the plain
+    module, at every degree. On `device="meta"` nothing is drawn nor allocated; `materialize` does
+    it later.
     """
 
     def __init__(self, device: torch.device | str | None, dtype: torch.dtype, group):
@@ -41,8 +44,12 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
     def _rank(self) -> int:
         return parallel_state.axis_of(self.groups).rank
 
-    def _declare(self, name: str, shape: tuple[int, ...], partition: Partition | None = None, **marks):
-        """Registers an empty parameter for the full tensor of `shape`, cut by `partition`, with its marks."""
+    def _declare(
+        self, name: str, shape: tuple[int, ...], partition: Partition | None = None, **marks
+    ):
+        """Registers an empty parameter for the full tensor of `shape`, cut by `partition`, with its
+        marks.
+        """
         local = list(shape)
         if partition is not None:
             local[partition.dim] = sum(partition.local_sizes)
@@ -67,7 +74,9 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
 
     def _draw(self, shape: tuple[int, ...], init: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """A full tensor with its initial values, on the host, in float32 at least."""
-        full = torch.empty(shape, dtype=torch.promote_types(self._dtype, torch.float32), device="cpu")
+        full = torch.empty(
+            shape, dtype=torch.promote_types(self._dtype, torch.float32), device="cpu"
+        )
         with torch.no_grad():
             init(full)
         return full
@@ -80,7 +89,9 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
             getattr(self, name).copy_(part)
 
     def draw_(self, name: str, init: Callable[[torch.Tensor], object]) -> None:
-        """Initialises the parameter `name` anew: `init` fills the full tensor in place, this rank keeps its part."""
+        """Initialises the parameter `name` anew: `init` fills the full tensor in place, this rank
+        keeps its part.
+        """
         shape, partition = list(getattr(self, name).shape), self._partitions.get(name)
         if partition is not None:
             shape[partition.dim] = sum(partition.sizes)
@@ -106,18 +117,24 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
 
 
 def materialize(
-    model: nn.Module, device: torch.device | str, initialize: Callable[[nn.Module], object] | None = None
+    model: nn.Module,
+    device: torch.device | str,
+    initialize: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
-    """Gives a model built on the meta device its memory on `device` and its initial weights, one module after the other.
+    """Gives a model built on the meta device its memory on `device` and its initial weights, one
+    module after the other.
 
-    A rank never holds more than its own parts and one full weight. With one seed the weights are those of a model
-    built on `device` at once, if its modules are constructed in the order in which `model.modules()` lists them.
+    A rank never holds more than its own parts and one full weight. With one seed the weights are
+    those of a model built on `device` at once, if its modules are constructed in the order in which
+    `model.modules()` lists them.
 
     Args:
-        initialize: fills the parameters and buffers of a module, not of its children; by default `reset_parameters`.
+        initialize: fills the parameters and buffers of a module, not of its children; by default
+            `reset_parameters`.
 
     Raises:
-        ValueError: a module with parameters or buffers on the meta device has no `reset_parameters`.
+        ValueError: a module with parameters or buffers on the meta device has no
+            `reset_parameters`.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied parameters stay tied
     for name, module in model.named_modules():
@@ -129,10 +146,14 @@ def materialize(
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is on meta and has no reset_parameters"
             )
-        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False)
+        module._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False
+        )
         module.reset_parameters() if initialize is None else initialize(module)
         for key, before in own.items():
             _, first = replaced.setdefault(id(before), (before, getattr(module, key)))
-            vars(first).update(vars(before))  # a tied parameter may stand first in a module that knows no marks
+            vars(first).update(
+                vars(before)
+            )  # a tied parameter may stand first in a module that knows no marks
             setattr(module, key, first)
     return model

@@ -1,4 +1,5 @@
-"""How a full tensor is cut into the parts of the tensor-parallel ranks, and put together again: arithmetic, no talking.
+"""How a full tensor is cut into the parts of the tensor-parallel ranks, and put together again:
+arithmetic, no talking.
 
 Initial weights, outputs that are gathered, and checkpoints all go by the same `Partition`.
 """
@@ -13,22 +14,25 @@ from .utils import ensure_divisibility
 
 @dataclass(frozen=True)
 class Partition:
-    """The cut of a tensor along one dimension, in which one or several fused matrices lie one behind the other.
+    """The cut of a tensor along one dimension, in which one or several fused matrices lie one
+    behind the other.
 
-    Each matrix (q, k, v; gate, up) is cut for itself, so that every rank holds matching rows of all of them. With two
-    matrices of 4 rows and 2 ranks, rank 0 holds rows 0, 1 of both and rank 1 rows 2, 3 of both.
+    Each matrix (q, k, v; gate, up) is cut for itself, so that every rank holds matching rows of all
+    of them. With two matrices of 4 rows and 2 ranks, rank 0 holds rows 0, 1 of both and rank 1 rows
+    2, 3 of both.
 
     Attributes:
         dim: the dimension that is cut.
         sizes: the size of each fused matrix along it, in the full tensor and without padding.
         parts: how many ranks share the tensor.
-        replicas: for each matrix, how many neighbouring ranks hold the same part of it (key and value heads that are
-            fewer than ranks); by default 1.
+        replicas: for each matrix, how many neighbouring ranks hold the same part of it (key and
+            value heads that are fewer than ranks); by default 1.
         pad: zeros that lie behind each matrix so that the cut comes out even.
         order: the place of each rank's part, where that is not the rank.
 
     Raises:
-        ValueError: a size that does not divide, or an order that is no permutation, with the numbers.
+        ValueError: a size that does not divide, or an order that is no permutation, with the
+            numbers.
     """
 
     dim: int
@@ -44,24 +48,32 @@ class Partition:
             ensure_divisibility(self.parts, replicas, "ranks over ranks that share a part")
             ensure_divisibility(size + self.pad, self.parts // replicas, "size over parts")
         if self.order is not None and sorted(self.order) != list(range(self.parts)):
-            raise ValueError(f"rank_ordering {self.order} is no permutation of the {self.parts} ranks")
+            raise ValueError(
+                f"rank_ordering {self.order} is no permutation of the {self.parts} ranks"
+            )
 
     @property
     def trivial(self) -> bool:
         """True if the parts in rank order are the tensor as it stands."""
-        return len(self.sizes) == 1 and self.replicas == (1,) and not self.pad and self.order is None
+        return (
+            len(self.sizes) == 1 and self.replicas == (1,) and not self.pad and self.order is None
+        )
 
     @property
     def local_sizes(self) -> tuple[int, ...]:
         """The size of each matrix's part on one rank, padding included."""
-        return tuple((size + self.pad) * r // self.parts for size, r in zip(self.sizes, self.replicas))
+        return tuple(
+            (size + self.pad) * r // self.parts for size, r in zip(self.sizes, self.replicas)
+        )
 
     def place(self, rank: int) -> int:
         """The number of the part that `rank` holds."""
         return rank if self.order is None else self.order[rank]
 
     def real_size(self, rank: int) -> int:
-        """How much of the part of `rank` is not padding, where that lies at its end; of fused matrices, all of it."""
+        """How much of the part of `rank` is not padding, where that lies at its end; of fused
+        matrices, all of it.
+        """
         total = sum(self.local_sizes)
         if not self.pad or len(self.sizes) > 1:
             return total
@@ -82,9 +94,13 @@ class Partition:
         return torch.cat(pieces, self.dim)
 
     def merge(self, shards: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The full tensor, without padding, from the parts of all ranks in rank order. Differentiable."""
+        """The full tensor, without padding, from the parts of all ranks in rank order.
+        Differentiable.
+        """
         by_place = sorted(range(self.parts), key=self.place)
-        columns = zip(*(shards[rank].split(self.local_sizes, self.dim) for rank in by_place), strict=True)
+        columns = zip(
+            *(shards[rank].split(self.local_sizes, self.dim) for rank in by_place), strict=True
+        )
         return torch.cat(
             [
                 torch.cat(pieces[::replicas], self.dim).narrow(self.dim, 0, size)
@@ -111,7 +127,9 @@ class Partition:
         shape = list(full.shape)
         shape[self.dim] = self.pad
         zeros = full.new_zeros(shape)
-        return torch.cat([piece for m in full.split(self.sizes, self.dim) for piece in (m, zeros)], self.dim)
+        return torch.cat(
+            [piece for m in full.split(self.sizes, self.dim) for piece in (m, zeros)], self.dim
+        )
 
 
 def partition_of(parameter: torch.Tensor) -> Partition | None:
@@ -127,5 +145,6 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
         ensure_divisibility(parameter.size(dim), stride, "size of a part over its stride")
         sizes = (parameter.size(dim) // stride * parts - pad,) * stride
     replicas = getattr(parameter, "partition_replicas", ())
-    return Partition(dim, tuple(sizes), parts, tuple(replicas), pad, None if order is None else tuple(order))
-
+    return Partition(
+        dim, tuple(sizes), parts, tuple(replicas), pad, None if order is None else tuple(order)
+    )

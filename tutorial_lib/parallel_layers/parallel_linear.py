@@ -1,0 +1,79 @@
+"""What the two sharded linear layers have in common: sizes, initial weights, checks."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .sharded_module import ShardedModule
+from .utils import ensure_divisibility
+
+InitMethod = Callable[[torch.Tensor], object]
+
+
+def kaiming(weight: torch.Tensor) -> None:
+    """What `nn.Linear` starts from."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def padding(size: int, parts: int, multiple: int = 1) -> int:
+    """Zeros behind `size` so that each of `parts` gets the same multiple of `multiple`."""
+    return -size % (parts * multiple)
+
+
+class ParallelLinear(ShardedModule):
+    """A linear layer with a sharded weight, and maybe a bias."""
+
+    def __init__(
+        self,
+        input_size,
+        output_size,
+        *,
+        device,
+        dtype,
+        group,
+        stride,
+        init_method,
+        pad,
+        keep_master,
+    ):
+        super().__init__(device, dtype, group)
+        if min(input_size, output_size, stride) < 1:
+            raise ValueError(
+                f"input_size {input_size}, output_size {output_size} and stride {stride} must be at least 1"
+            )
+        if pad and stride > 1:
+            raise ValueError(
+                f"pad works for one matrix, not for {stride} fused ones (stride {stride})"
+            )
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.init_method, self.pad = init_method or kaiming, pad
+        self.keep_master_weight = keep_master
+        self.master_weight: torch.Tensor | None = None
+
+    def _fused(self, size: int) -> tuple[int, ...]:
+        ensure_divisibility(size, self.stride, "size over stride")
+        return (size // self.stride,) * self.stride
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias as `nn.Linear` does, with the fan-in of the full weight."""
+        full = self._draw((self.output_size, self.input_size), self.init_method)
+        self._keep("weight", full)
+        self.master_weight = full if self.keep_master_weight else None
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.input_size)
+            self._keep(
+                "bias",
+                self._draw((self.output_size,), lambda b: nn.init.uniform_(b, -bound, bound)),
+            )
+
+    def _check_input(self, x: torch.Tensor, size: int) -> None:
+        if x.size(-1) != size:
+            raise ValueError(
+                f"the input of shape {tuple(x.shape)} should have {size} features "
+                f"({self.input_size} in all, {self._size} ranks)"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} → {self.output_size}, weight {tuple(self.weight.shape)} of {self._size} ranks"
