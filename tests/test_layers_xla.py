@@ -1,4 +1,4 @@
-"""The sharded layers and the loss traced by XLA: equal to one process, one graph a step, no look at a value."""
+"""The sharded layers and the loss traced by XLA: equal to one process, with no look at a value."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def step(device, sp):
     assert not metrics.counter_value("aten::_local_scalar_dense"), "a value was looked at"
     torch_xla.sync()
     bad = model.embedding(torch.tensor([[0, VOCABULARY]], device=device)).isnan().all(-1)
-    # torch-xla orders collectives by adding zero times one's result to the next one's input: NaN spreads.
+    # torch-xla orders collectives by adding zero times a result to the next input: NaN spreads.
     torch_xla.sync()
     lost = parallel_cross_entropy(
         torch.zeros(2, 8, device=device), torch.tensor([0, 16], device=device)
