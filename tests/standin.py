@@ -1,4 +1,6 @@
-"""A model that costs nothing: one parameter of each kind of cut, trained elementwise, so that every degree gives the same."""
+"""A model that costs nothing: one parameter of each kind of cut, trained elementwise, so that every
+degree gives the same.
+"""
 
 import torch
 from torch import nn
@@ -13,29 +15,38 @@ H, F, V = 4, 8, 10
 def full_weights(dtype=torch.float32, vocabulary: int = V) -> dict[str, torch.Tensor]:
     """The weights of the whole model, each number another one."""
     shapes = {
-        "embed": (vocabulary, H), "norm": (H,), "gate_up": (2 * F, H), "down": (H, F), "qkv": (8, H), "scale": (1,)
+        "embed": (vocabulary, H), "norm": (H,), "gate_up": (2 * F, H),
+        "down": (H, F), "qkv": (8, H), "scale": (1,),
     }  # fmt: skip
     return {
-        name: (torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) / 64 + i).to(dtype)
+        name: (
+            torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) / 64 + i
+        ).to(dtype)
         for i, (name, shape) in enumerate(shapes.items())
     }
 
 
 class Standin(nn.Module):
-    """`embed` (cut by rows, padded where they do not divide) tied to `head`, `gate_up` (two fused matrices), `down` (cut by
-    columns), `qkv` (4 query rows, 2 key and 2 value rows that ranks share if they are more), `norm` and `scale` (replicated).
+    """`embed` (cut by rows, padded where they do not divide) tied to `head`, `gate_up` (two fused
+    matrices), `down` (cut by columns), `qkv` (4 query rows, 2 key and 2 value rows that ranks share
+    if they are more), `norm` and `scale` (replicated).
     """
 
     def __init__(self, dtype=torch.float32, vocabulary: int = V):
         super().__init__()
-        self.tp, self.rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+        self.tp, self.rank = (
+            parallel_state.get_tensor_model_parallel_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         full = full_weights(dtype, vocabulary)
         self.embed = self._cut(full["embed"], 0, pad=-vocabulary % self.tp)
         self.norm = nn.Parameter(full["norm"])
         self.gate_up = self._cut(full["gate_up"], 0, stride=2)
         self.down = self._cut(full["down"], 1)
         shared = max(self.tp // 2, 1)
-        self.qkv = self._cut(full["qkv"], 0, partition_sizes=(4, 2, 2), partition_replicas=(1, shared, shared))
+        self.qkv = self._cut(
+            full["qkv"], 0, partition_sizes=(4, 2, 2), partition_replicas=(1, shared, shared)
+        )
         self.scale = nn.Parameter(full["scale"])
         self.head = self.embed
         self.register_buffer("positions", torch.arange(4))
@@ -53,7 +64,9 @@ class Standin(nn.Module):
 
     def loss(self, step: int) -> torch.Tensor:
         """Different at each step, so that a step that is lost or done twice shows."""
-        embed = self.embed[: partition_of(self.embed).real_size(self.rank)]  # padding takes no part in a model's loss
+        embed = self.embed[
+            : partition_of(self.embed).real_size(self.rank)
+        ]  # padding takes no part in a model's loss
         parameters = [embed, *(p for p in self.parameters() if p is not self.embed)]
         return sum(((p * (step % 3 + 1) - 0.5) ** 2).sum() for p in parameters)
 
@@ -70,11 +83,15 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
 
 
 def attempt(function, *args, **kwargs):
-    """`(type, message)` of what `function` raises. A rank that answers so is left in order for the next test."""
+    """`(type, message)` of what `function` raises. A rank that answers so is left in order for the
+    next test.
+    """
     try:
         function(*args, **kwargs)
     except Exception as error:

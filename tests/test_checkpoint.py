@@ -1,4 +1,6 @@
-"""`save_checkpoint` and `load_checkpoint`: what is in the files, exact resume, what is latest, errors on all ranks."""
+"""`save_checkpoint` and `load_checkpoint`: what is in the files, exact resume, what is latest,
+errors on all ranks.
+"""
 
 import contextlib
 import json
@@ -11,21 +13,39 @@ import pytest
 import torch
 
 from tests.standin import Standin, attempt, same, state
-from tutorial_lib.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint, tags
+from tutorial_lib.checkpoint import (
+    finalize_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    tags,
+)
 from tutorial_lib.parallel_layers import parallel_state
 
 
 def build(dtype=torch.float32, **kwargs):
     model = Standin(dtype, **kwargs)
-    groups = [{"params": [model.norm, model.scale], "weight_decay": 0.0}, {"params": [model.embed, model.gate_up, model.down, model.qkv]}]
+    groups = [
+        {"params": [model.norm, model.scale], "weight_decay": 0.0},
+        {"params": [model.embed, model.gate_up, model.down, model.qkv]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    )
 
 
 def train(model, optimizer, scheduler, first, last):
     losses = []
     for step in range(first, last):
-        losses.append(model.train_step(optimizer, step) + torch.rand(()).item() + np.random.rand() + random.random())
+        losses.append(
+            model.train_step(optimizer, step)
+            + torch.rand(()).item()
+            + np.random.rand()
+            + random.random()
+        )
         scheduler.step()
     return losses
 
@@ -59,20 +79,38 @@ def test_resume_equals_never_having_stopped(ranks, tmp_path, use_xser, async_sav
     after = ranks(resume, str(tmp_path), world_size=4, tp=2)
     for (losses, weights), (again, resumed) in zip(before, after):
         assert losses == again and same(weights, resumed)
-    found = sorted(str(p.relative_to(tmp_path / "step_3")) for p in (tmp_path / "step_3").rglob("*.pt") if "tensor_" not in p.name)
-    shards = [f"{part}/dp_rank_00_tp_rank_0{tp}_pp_rank_00.pt" for part in ("model", "optim") for tp in (0, 1)]
+    found = sorted(
+        str(p.relative_to(tmp_path / "step_3"))
+        for p in (tmp_path / "step_3").rglob("*.pt")
+        if "tensor_" not in p.name
+    )
+    shards = [
+        f"{part}/dp_rank_00_tp_rank_0{tp}_pp_rank_00.pt"
+        for part in ("model", "optim")
+        for tp in (0, 1)
+    ]
     infos = [f"{name}.info.pt" for name in shards] if use_xser else []
     assert found == sorted([*shards, *infos, "random_state.pt", "scheduler.pt", "user_content.pt"])
     marker = json.loads((tmp_path / "step_3" / "done").read_text())
-    assert marker["step"] == 3 and marker["mesh"] == {"world": 4, "tp": 2, "dp": 2, "pp": 1, "cp": 1}
+    assert marker["step"] == 3 and marker["mesh"] == {
+        "world": 4,
+        "tp": 2,
+        "dp": 2,
+        "pp": 1,
+        "cp": 1,
+    }
     assert marker["files"].keys() == {
-        str(p.relative_to(tmp_path / "step_3")) for p in (tmp_path / "step_3").rglob("*") if p.is_file() and p.name not in ("checkpoint", "done")
+        str(p.relative_to(tmp_path / "step_3"))
+        for p in (tmp_path / "step_3").rglob("*")
+        if p.is_file() and p.name not in ("checkpoint", "done")
     }
 
 
 def other_mesh(folder):
     first = parallel_state.is_global_rank_zero()
-    with pytest.warns(UserWarning, match="random states stay") if first else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match="random states stay") if first else contextlib.nullcontext()
+    ):
         model, optimizer, scheduler = build()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -89,7 +127,9 @@ def other_mesh(folder):
 def test_another_mesh_cuts_anew(ranks, tmp_path, world_size, tp, use_xser):
     ranks(save_and_go_on, str(tmp_path), world_size=4, tp=2, use_xser=use_xser)
     expected = ranks(plain_run, world_size=world_size, tp=tp)
-    for weights, reference in zip(ranks(other_mesh, str(tmp_path), world_size=world_size, tp=tp), expected):
+    for weights, reference in zip(
+        ranks(other_mesh, str(tmp_path), world_size=world_size, tp=tp), expected
+    ):
         assert same(weights, reference)
 
 
@@ -128,7 +168,9 @@ def replace(folder):
 def test_a_tag_can_be_replaced_and_the_old_one_serves_until_then(ranks, tmp_path):
     assert ranks(replace, str(tmp_path), world_size=2, tp=2) == [2, 2]
     assert os.listdir(tmp_path) == ["last"]
-    shutil.copytree(tmp_path / "last", tmp_path / "last.replaced")  # killed while it was being replaced
+    shutil.copytree(
+        tmp_path / "last", tmp_path / "last.replaced"
+    )  # killed while it was being replaced
     os.remove(tmp_path / "last" / "done")
     assert tags.latest(tmp_path).path.name == "last.replaced"
     assert [p.name for p in tags.incomplete(tmp_path)] == ["last"]
@@ -149,7 +191,11 @@ def altered(path):
 
 SPOILS = {
     "missing": (os.remove, FileNotFoundError, "is missing"),
-    "truncated": (lambda path: os.truncate(path, os.path.getsize(path) - 10), ValueError, "truncated"),
+    "truncated": (
+        lambda path: os.truncate(path, os.path.getsize(path) - 10),
+        ValueError,
+        "truncated",
+    ),
     "altered": (altered, ValueError, "altered"),
 }
 
@@ -162,13 +208,17 @@ def test_a_spoiled_shard_is_named_on_all_ranks(ranks, tmp_path, use_xser, part, 
     name = "dp_rank_00_tp_rank_01_pp_rank_00.pt" + (".tensors/tensor_1.pt" if use_xser else "")
     action, error, words = SPOILS[spoil]
     action(tmp_path / "step_3" / part / name)
-    for kind_of, message in ranks(attempt, load_or_error, str(tmp_path), world_size=4, tp=2, timeout=30):
+    for kind_of, message in ranks(
+        attempt, load_or_error, str(tmp_path), world_size=4, tp=2, timeout=30
+    ):
         assert kind_of is error and words in message and f"{part}/{name}" in message, message
 
 
 def test_incomplete_is_reported_and_never_chosen(ranks, tmp_path):
     errors = ranks(attempt, load_or_error, str(tmp_path), world_size=2, tp=2)
-    assert all(kind is RuntimeError and "no complete checkpoint" in message for kind, message in errors)
+    assert all(
+        kind is RuntimeError and "no complete checkpoint" in message for kind, message in errors
+    )
     ranks(four_saves, str(tmp_path), False, world_size=2, tp=2)
     os.remove(tmp_path / "step_100" / "done")
     with pytest.warns(UserWarning, match="step_100 incomplete"):
@@ -176,9 +226,14 @@ def test_incomplete_is_reported_and_never_chosen(ranks, tmp_path):
 
         assert _choose(tmp_path, None).tag == "step_11"
     errors = ranks(attempt, load_or_error, str(tmp_path), "step_100", world_size=2, tp=2)
-    assert all(kind is FileNotFoundError and "step_100 is incomplete" in message for kind, message in errors)
+    assert all(
+        kind is FileNotFoundError and "step_100 is incomplete" in message
+        for kind, message in errors
+    )
     errors = ranks(attempt, load_or_error, str(tmp_path), "step_11", world_size=2, tp=2)
-    assert all(kind is FileNotFoundError and "without an optimizer" in message for kind, message in errors)
+    assert all(
+        kind is FileNotFoundError and "without an optimizer" in message for kind, message in errors
+    )
 
 
 def foreign(folder):
@@ -200,7 +255,11 @@ def two_different_tied(folder):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(foreign, "lacks down, embed, gate_up and 5 more"), (larger, "embed (6, 4), here (5, 4)"), (two_different_tied, "embed and head")],
+    [
+        (foreign, "lacks down, embed, gate_up and 5 more"),
+        (larger, "embed (6, 4), here (5, 4)"),
+        (two_different_tied, "embed and head"),
+    ],
 )
 def test_a_foreign_model(ranks, tmp_path, function, words):
     for kind_of, message in ranks(attempt, function, str(tmp_path), world_size=2, tp=2):
@@ -243,7 +302,9 @@ def bad_save(folder, kind):
     ],
 )
 def test_bad_arguments(ranks, tmp_path, kind, error, words):
-    for kind_of, message in ranks(attempt, bad_save, str(tmp_path), kind, world_size=2, tp=2, timeout=30):
+    for kind_of, message in ranks(
+        attempt, bad_save, str(tmp_path), kind, world_size=2, tp=2, timeout=30
+    ):
         assert issubclass(kind_of, error) and words in message, message
     assert os.listdir(tmp_path) == []
 
@@ -265,9 +326,13 @@ def full_disk(folder, async_save, use_xser):
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk(ranks, tmp_path, async_save, use_xser):
-    found = ranks(attempt, full_disk, str(tmp_path), async_save, use_xser, world_size=2, tp=2, timeout=30)
+    found = ranks(
+        attempt, full_disk, str(tmp_path), async_save, use_xser, world_size=2, tp=2, timeout=30
+    )
     for kind_of, message in found:
-        assert issubclass(kind_of, OSError) and "tp_rank_01" in message and "File too large" in message, message
+        assert (
+            issubclass(kind_of, OSError) and "tp_rank_01" in message and "File too large" in message
+        ), message
     assert os.listdir(tmp_path) == ["step_1"]
 
 
@@ -280,7 +345,10 @@ def bfloat16_states(folder):
     save_checkpoint(folder, "step_1", model, optimizer)
     again = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     load_checkpoint(folder, model=model, optimizer=again)
-    return all(torch.equal(optimizer.state[p]["momentum_buffer"], again.state[p]["momentum_buffer"]) for p in model.parameters())
+    return all(
+        torch.equal(optimizer.state[p]["momentum_buffer"], again.state[p]["momentum_buffer"])
+        for p in model.parameters()
+    )
 
 
 def test_states_keep_their_dtype(ranks, tmp_path):
@@ -322,4 +390,7 @@ def test_the_vendors_files(ranks, tmp_path):
     whole = ranks(weights_only, str(tmp_path), world_size=1, tp=1)[0]
     parts = ranks(weights_only, str(tmp_path), world_size=2, tp=2)
     assert torch.equal(whole["embed"], torch.cat([part["embed"] for part in parts]))
-    assert same(ranks(resume_weights, str(tmp_path), world_size=1, tp=1)[0], ranks(plain_run, world_size=1, tp=1)[0])
+    assert same(
+        ranks(resume_weights, str(tmp_path), world_size=1, tp=1)[0],
+        ranks(plain_run, world_size=1, tp=1)[0],
+    )

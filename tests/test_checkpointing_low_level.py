@@ -16,15 +16,22 @@ def round_trip(folder, xser, serially):
     model.train_step(optimizer, 1)
     before = state(model)
     checkpointing.save(
-        {"model": model.state_dict(), "step": 1, "optimizer": optimizer.state_dict()}, folder, serially, xser
+        {"model": model.state_dict(), "step": 1, "optimizer": optimizer.state_dict()},
+        folder,
+        serially,
+        xser,
     )
     other = Standin()
-    rest = checkpointing.load(folder, other, load_xser=xser)  # positional, as the tutorials' scripts do
+    rest = checkpointing.load(
+        folder, other, load_xser=xser
+    )  # positional, as the tutorials' scripts do
     again = torch.optim.AdamW(other.parameters(), lr=0.1)
     again.load_state_dict(rest["optimizer"])
     assert same(state(other), before) and other.head is other.embed
     assert rest.keys() == {"step", "optimizer"} and rest["step"] == 1
-    assert model.train_step(optimizer, 2) == other.train_step(again, 2) and same(state(model), state(other))
+    assert model.train_step(optimizer, 2) == other.train_step(again, 2) and same(
+        state(model), state(other)
+    )
 
 
 @pytest.mark.parametrize("xser", [False, True])
@@ -33,7 +40,9 @@ def test_round_trip_and_files(ranks, tmp_path, xser, serially):
     ranks(round_trip, str(tmp_path), xser, serially, world_size=4, tp=2)
     names = sorted(os.listdir(tmp_path))
     if xser:
-        assert names == [f"tp_rank_0{r}_pp_rank_00{s}" for r in (0, 1) for s in ("", ".info.pt", ".tensors")]
+        assert names == [
+            f"tp_rank_0{r}_pp_rank_00{s}" for r in (0, 1) for s in ("", ".info.pt", ".tensors")
+        ]
         assert "tensor_0.pt" in os.listdir(tmp_path / names[2])
     else:
         assert names == ["tp_rank_00_pp_rank_00", "tp_rank_01_pp_rank_00"]
@@ -46,7 +55,9 @@ def test_torch_xla_reads_xser_and_we_read_its(ranks, tmp_path):
     with torch.serialization.safe_globals([xser.TensorReference]):
         references = torch.load(tmp_path / "tp_rank_00_pp_rank_00", weights_only=True)
     assert type(references["model"]["embed"]) is xser.TensorReference
-    assert references["model"]["embed"].tid == references["model"]["head"].tid, "a tied tensor is stored once"
+    assert references["model"]["embed"].tid == references["model"]["head"].tid, (
+        "a tied tensor is stored once"
+    )
     theirs = tmp_path / "theirs"
     os.mkdir(f"{theirs}.tensors")
     torch.save({"w": xser.TensorReference(0), "n": 3}, theirs)
@@ -65,10 +76,15 @@ def options(folder):
     checkpointing.save({"dp": dp}, f"{folder}/each", master_dp_only=False)
     assert checkpointing.load(f"{folder}/each", master_dp_only=False) == {"dp": dp}
     checkpointing.save(model.state_dict(), f"{folder}/bare")
-    assert checkpointing.load(f"{folder}/bare", model_or_optimizer=Standin(), model_key=None) is None
+    assert (
+        checkpointing.load(f"{folder}/bare", model_or_optimizer=Standin(), model_key=None) is None
+    )
     if parallel_state.is_global_rank_zero():
         full = full_weights()
-        torch.save({"model": full | {"head": full["embed"], "positions": torch.arange(4)}}, f"{folder}/full.pt")
+        torch.save(
+            {"model": full | {"head": full["embed"], "positions": torch.arange(4)}},
+            f"{folder}/full.pt",
+        )
     parallel_state.gather_python_object(None, parallel_state.get_world_group())
     with torch.no_grad():
         fresh = state(model)
@@ -81,7 +97,9 @@ def options(folder):
 
 def test_options(ranks, tmp_path):
     (gate_up, shape), *_ = ranks(options, str(tmp_path), world_size=4, tp=2)
-    assert (gate_up * 16 - 2 * 16).int().tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "gate and up are cut each for itself"
+    assert (gate_up * 16 - 2 * 16).int().tolist() == [0, 1, 2, 3, 8, 9, 10, 11], (
+        "gate and up are cut each for itself"
+    )
     assert {"tp_rank_01_pp_rank_00_dp_rank_01"} < set(os.listdir(tmp_path / "each"))
 
 

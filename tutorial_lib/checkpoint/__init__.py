@@ -1,4 +1,5 @@
-"""Checkpoints that are complete or absent: saved, loaded, merged, resharded, exchanged with Hugging Face.
+"""Checkpoints that are complete or absent: saved, loaded, merged, resharded, exchanged with Hugging
+Face.
 
 `python -m tutorial_lib.checkpoint --help` lists the tools.
 """

@@ -1,11 +1,14 @@
-"""Saving while training goes on: one thread a rank writes a copy, and rank 0's publishes when all have written.
+"""Saving while training goes on: one thread a rank writes a copy, and rank 0's publishes when all
+have written.
 
-The ranks' threads must not share collectives with training. They tell one another of their progress by files in the folder
+The ranks' threads must not share collectives with training. They tell one another of their progress
+by files in the folder
 aside: `reports/rank_<r>.json` holds the digests of what rank r wrote, or its error.
 """
 
 import atexit
 import json
+import math
 import shutil
 import threading
 import time
@@ -21,6 +24,7 @@ from .files import Digest, write_text
 
 REPORTS = "reports"
 PATIENCE = 600.0  # seconds that a rank's report may be awaited after the previous one
+GRACE = 10.0  # seconds that a rank may go on writing after another one has failed
 _executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _pending: "Save | None" = None
 
@@ -39,7 +43,12 @@ class Save:
         publish: Callable[[dict[str, Digest]], None],
         wait_for: Iterable[int],
     ):
-        self._aside, self._write, self._publish, self._wait_for = aside, write, publish, list(wait_for)
+        self._aside, self._write, self._publish, self._wait_for = (
+            aside,
+            write,
+            publish,
+            list(wait_for),
+        )
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._abandoned = threading.Event()
         self.future: Future = _executor.submit(self._run)
@@ -55,7 +64,13 @@ class Save:
         if self._rank == 0:
             reports = self._await(range(self._world))
             shutil.rmtree(self._aside / REPORTS)
-            self._publish({name: Digest(**digest) for report in reports for name, digest in report["files"].items()})
+            self._publish(
+                {
+                    name: Digest(**digest)
+                    for report in reports
+                    for name, digest in report["files"].items()
+                }
+            )
 
     def _report(self, report: dict) -> None:
         (self._aside / REPORTS).mkdir(exist_ok=True)
@@ -65,28 +80,38 @@ class Save:
         """The reports of these ranks, as soon as they are there."""
         found = []
         for rank in wanted:
-            path, deadline = self._aside / REPORTS / f"rank_{rank}.json", time.monotonic() + PATIENCE
+            path, deadline = (
+                self._aside / REPORTS / f"rank_{rank}.json",
+                time.monotonic() + PATIENCE,
+            )
             while not path.exists():
                 if self._abandoned.wait(0.02):
                     raise PeerFailed(f"the save to {self._aside} was given up")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} has not written its part of {self._aside} in {PATIENCE:.0f} s")
+                    raise TimeoutError(
+                        f"rank {rank} has not written its part of {self._aside} in {PATIENCE:.0f} s"
+                    )
             found.append(json.loads(path.read_text()))
             if "error" in found[-1]:
                 raise PeerFailed(f"rank {rank}: {found[-1]['error']}")
         return found
 
     def wait(self) -> None:
-        """Returns on every rank once all have finished; raises on all what one of them raised."""
-        pause = 0.005
+        """Returns on every rank once all have finished; raises on all what one of them raised.
+
+        After a failure the others get `GRACE` seconds to end what they are writing.
+        """
+        pause, deadline = 0.005, math.inf
         while True:
             done = self.future.done()
-            states = ranks.gather((done, done and self.future.exception() is not None))
-            if any(failed for _, failed in states):
+            failed = done and self.future.exception() is not None
+            states = ranks.gather((done, failed, time.monotonic() > deadline))
+            finished = all(done for done, _, _ in states)
+            if finished or any(overdue for _, _, overdue in states):
+                break
+            if any(failed for _, failed, _ in states) and not self._abandoned.is_set():
                 self._abandoned.set()
-                break
-            if all(finished for finished, _ in states):
-                break
+                deadline = time.monotonic() + GRACE
             time.sleep(pause := min(pause * 1.5, 0.2))
         error = self.future.exception() if states[self._rank][1] else None
         if isinstance(error, PeerFailed):  # that peer raises the error itself
@@ -94,7 +119,7 @@ class Save:
         try:
             comm.raise_on_all(error, parallel_state.get_world_group())
         except Exception:
-            if self._rank == 0:
+            if self._rank == 0 and finished:  # otherwise it stays, incomplete, until the next save
                 shutil.rmtree(self._aside, ignore_errors=True)
             raise
 

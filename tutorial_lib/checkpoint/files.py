@@ -1,6 +1,8 @@
-"""Files that are whole or absent: hashed while they are written, flushed, renamed into place, and read as data only.
+"""Files that are whole or absent: hashed while they are written, flushed, renamed into place, and
+read as data only.
 
-No file is trusted: `read_object` loads tensors and plain data, and names a file that is missing, broken or holds code.
+No file is trusted: `read_object` loads tensors and plain data, and names a file that is missing,
+broken or holds code.
 """
 
 import os
@@ -18,25 +20,32 @@ CHUNK = 1 << 24  # bytes read at a time
 
 
 class Digest(NamedTuple):
-    """What a file is known by: its length and the XXH3 hash of its bytes (against damage, not against forgery)."""
+    """What a file is known by: its length and the XXH3 hash of its bytes (against damage, not
+    against forgery).
+    """
 
     size: int
     xxh3_128: str
 
 
 class TensorReference:
-    """Stands in an object for a tensor that lies in a file of its own, `<path>.tensors/tensor_<tid>.pt`."""
+    """Stands in an object for a tensor that lies in a file of its own,
+    `<path>.tensors/tensor_<tid>.pt`.
+    """
 
     def __init__(self, tid: int):
         self.tid = tid
 
 
-# The name under which torch-xla pickles the same class, so that files pass between the two without torch-xla installed.
+# The name under which torch-xla pickles the same class, so that files pass between the two without
+# torch-xla installed.
 XLA_REFERENCE = "torch_xla.utils.serialization.TensorReference"
 
 
 class _ReferencePickler(pickle._Pickler):
-    """Writes `TensorReference` by torch-xla's name. (The C pickler would insist on importing it.)"""
+    """Writes `TensorReference` by torch-xla's name. (The C pickler would insist on importing
+    it.)
+    """
 
     def save_global(self, obj, name=None):
         if obj is TensorReference:
@@ -56,18 +65,25 @@ class _ReferencePickle:
 
 
 def _safe_globals() -> list:
-    """What may stand in a file besides torch's own list: numpy arrays (random states) and torch-xla's references."""
+    """What may stand in a file besides torch's own list: numpy arrays (random states) and
+    torch-xla's references.
+    """
     multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray
     allowed: list = [np.ndarray, np.dtype, (TensorReference, XLA_REFERENCE)]
     for name in ("_reconstruct", "scalar"):
-        allowed += [(getattr(multiarray, name), f"{package}.multiarray.{name}") for package in ("numpy.core", "numpy._core")]
+        allowed += [
+            (getattr(multiarray, name), f"{package}.multiarray.{name}")
+            for package in ("numpy.core", "numpy._core")
+        ]
     kinds = "?bhilqBHILQefdFDSU"
     allowed += list({type(np.dtype(kind)): None for kind in kinds})
     return allowed
 
 
 class HashingFile:
-    """A binary file that keeps the digest of what is written to it, and the first error of the operating system."""
+    """A binary file that keeps the digest of what is written to it, and the first error of the
+    operating system.
+    """
 
     def __init__(self, file: BinaryIO):
         self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
@@ -110,7 +126,8 @@ def write_file(path: str | Path, write: Callable[[HashingFile], None]) -> Digest
         os.replace(aside, path)
     except Exception as error:
         aside.unlink(missing_ok=True)
-        # torch reports a failed write as a RuntimeError of its own archive; the operating system knows why.
+        # torch reports a failed write as a RuntimeError of its own archive; the operating system
+        # knows why.
         cause = file.error if file is not None and file.error is not None else error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
@@ -125,7 +142,12 @@ def write_object(obj, path: str | Path, references: bool = False) -> Digest:
         obj: tensors and plain data (`tensors.to_host` checks that).
         references: `obj` holds `TensorReference`s.
     """
-    return write_file(path, lambda file: torch.save(obj, file, **({"pickle_module": _ReferencePickle} if references else {})))
+    return write_file(
+        path,
+        lambda file: torch.save(
+            obj, file, **({"pickle_module": _ReferencePickle} if references else {})
+        ),
+    )
 
 
 def write_text(path: str | Path, text: str) -> Digest:
@@ -152,14 +174,19 @@ def digest_of(path: str | Path) -> Digest:
 
 
 def check_file(path: str | Path, expected: Digest | None) -> None:
-    """Raises FileNotFoundError or ValueError, with the path, if the file is missing or not the one that was written."""
+    """Raises FileNotFoundError or ValueError, with the path, if the file is missing or not the one
+    that was written.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     if expected is None:
         return
     if (size := path.stat().st_size) != expected.size:
-        raise ValueError(f"{path} has {size} bytes, {expected.size} were written: it is truncated or was replaced")
+        raise ValueError(
+            f"{path} has {size} bytes, {expected.size} were written: it is truncated or was "
+            "replaced"
+        )
     if digest_of(path) != expected:
         raise ValueError(f"{path} was altered after it was written: its hash differs")
 
@@ -172,21 +199,34 @@ def read_object(path: str | Path, mmap: bool = False):
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is broken, or holds anything else (code is refused, never run); with its path.
+        ValueError: the file is broken, or holds anything else (code is refused, never run); with
+            its path.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
         with torch.serialization.safe_globals(_safe_globals()):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            return torch.load(
+                path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path)
+            )
     except pickle.UnpicklingError as error:
         kind = "" if zipfile.is_zipfile(path) else "is truncated, or a bare pickle: it "
         raise ValueError(
-            f"{path} {kind}is refused, for it may hold code and not only tensors and plain data: {_reason(error)}"
+            f"{path} {kind}is refused, for it may hold code and not only tensors and plain data: "
+            f"{_reason(error)}"
         ) from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is truncated or no checkpoint file: {_first_line(error)}") from error
+    except (
+        RuntimeError,
+        EOFError,
+        zipfile.BadZipFile,
+        KeyError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        raise ValueError(
+            f"{path} is truncated or no checkpoint file: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

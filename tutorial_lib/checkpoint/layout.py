@@ -1,6 +1,8 @@
-"""What `metadata.json` says of a checkpoint: the mesh that wrote it, and how each tensor's shards make the full tensor.
+"""What `metadata.json` says of a checkpoint: the mesh that wrote it, and how each tensor's shards
+make the full tensor.
 
-Tools read it instead of building a model. How a tensor is cut is a `parallel_layers.sharding.Partition`, as in the layers.
+Tools read it instead of building a model. How a tensor is cut is a
+`parallel_layers.sharding.Partition`, as in the layers.
 """
 
 import json
@@ -11,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..parallel_layers.sharding import Partition, partition_of
+from ..parallel_layers.utils import divide
 from .files import Digest, write_text
 
 METADATA = "metadata.json"
@@ -18,7 +21,9 @@ METADATA = "metadata.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """One tensor of a model: its full shape, without padding, its dtype, and its cut (None: replicated)."""
+    """One tensor of a model: its full shape, without padding, its dtype, and its cut (None:
+    replicated).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +37,9 @@ class Layout:
         return tuple(shape)
 
     def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """`(start in the full tensor, start in the shard, length)` along the cut, for what is not padding."""
+        """`(start in the full tensor, start in the shard, length)` along the cut, for what is not
+        padding.
+        """
         cut, full, local = self.partition, 0, 0
         for size, rows, replicas in zip(cut.sizes, cut.local_sizes, cut.replicas, strict=True):
             first = cut.place(rank) // replicas * rows
@@ -46,15 +53,21 @@ class Layout:
             full.copy_(shard)
             return
         for start, local, length in self.pieces(rank):
-            full.narrow(self.partition.dim, start, length).copy_(shard.narrow(self.partition.dim, local, length))
+            full.narrow(self.partition.dim, start, length).copy_(
+                shard.narrow(self.partition.dim, local, length)
+            )
 
     def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The shard of `rank`, padding included; a copy, or `full` itself where it is replicated."""
+        """The shard of `rank`, padding included; a copy, or `full` itself where it is
+        replicated.
+        """
         if self.partition is None:
             return full
         shard = full.new_zeros(self.local_shape())
         for start, local, length in self.pieces(rank):
-            shard.narrow(self.partition.dim, local, length).copy_(full.narrow(self.partition.dim, start, length))
+            shard.narrow(self.partition.dim, local, length).copy_(
+                full.narrow(self.partition.dim, start, length)
+            )
         return shard
 
     def sources(self) -> list[int]:
@@ -69,22 +82,37 @@ class Layout:
                 seen |= pieces
         return needed
 
-    def at(self, parts: int, pad: bool = False) -> "Layout":
+    def at(self, parts: int, pad: bool = False, heads: tuple[int, ...] | None = None) -> "Layout":
         """The same tensor at another tensor-parallel degree.
 
         Padding follows the degree. Where ranks share a part, there stay as many parts.
 
         Args:
             pad: allow padding that was not there before, for a vocabulary that does not divide.
+            heads: of how many attention heads each matrix consists, so that none is cut; ranks that
+                are more share one.
 
         Raises:
-            ValueError: the sizes do not allow that degree, or the ranks are in an order of their own; with the numbers.
+            ValueError: the sizes do not allow that degree, or the ranks are in an order of their
+                own; with the numbers.
         """
         old = self.partition
         if old is None or old.parts == parts:
             return self
         if old.order is not None:
-            raise ValueError(f"the parts lie on the ranks in the order {old.order}: {parts} ranks need one of their own")
+            raise ValueError(
+                f"the parts lie on the ranks in the order {old.order}: {parts} ranks need one of "
+                "their own"
+            )
+        if heads is not None:
+            if old.pad:
+                raise ValueError(
+                    f"attention heads that are padded (by {old.pad} rows here) cannot be cut anew"
+                )
+            replicas = tuple(
+                divide(parts, h, "ranks over heads") if h % parts else 1 for h in heads
+            )
+            return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas))
         replicas = tuple(max(parts * r // old.parts, 1) if r > 1 else 1 for r in old.replicas)
         padding = -old.sizes[0] % parts if old.pad or (pad and len(old.sizes) == 1) else 0
         return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas, padding))
@@ -98,12 +126,17 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         shape[partition.dim] = sum(partition.sizes)
     layout = Layout(tuple(shape), tensor.dtype, partition)
     if layout.local_shape() != tuple(tensor.shape):
-        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a part {layout.local_shape()}")
+        raise ValueError(
+            f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a part "
+            f"{layout.local_shape()}"
+        )
     return layout
 
 
 def describe(state: dict[str, torch.Tensor]) -> tuple[dict[str, Layout], list[list[str]]]:
-    """The layout of each tensor of `state_dict(keep_vars=True)`, and the groups of names that are one tensor (tied)."""
+    """The layout of each tensor of `state_dict(keep_vars=True)`, and the groups of names that are
+    one tensor (tied).
+    """
     layouts, names = {}, {}
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):

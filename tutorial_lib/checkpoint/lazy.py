@@ -1,4 +1,6 @@
-"""Tensors of a checkpoint file one by one, by their place in it, so that memory holds no more than the one in use."""
+"""Tensors of a checkpoint file one by one, by their place in it, so that memory holds no more than
+the one in use.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from .tensors import is_xser, map_tensors, tensor_file
 
 
 class LazyFile:
-    """A file of `save_plain` or `save_xser` (or of torch): its object at once, its tensors on demand.
+    """A file of `save_plain` or `save_xser` (or of torch): its object at once, its tensors on
+    demand.
 
     Attributes:
         path: the file.
@@ -19,23 +22,42 @@ class LazyFile:
     """
 
     def __init__(self, path: Path):
-        self.path, self._xser = path, is_xser(path)
-        if self._xser:
-            skeleton = read_object(path)
-            kinds = (TensorReference, torch.Tensor)
-            self.value = map_tensors(skeleton, self._describe, kind=kinds)
+        self.path = path
+        self._seen: dict[object, torch.Tensor] = {}
+        if is_xser(path):
+            self.value = map_tensors(
+                read_object(path), self._describe, kind=(TensorReference, torch.Tensor)
+            )
         else:
             with FakeTensorMode():
-                self.value = read_object(path)
-        self.index = {k: v for k, v in self.value.items() if isinstance(v, torch.Tensor)} if isinstance(self.value, dict) else {}
+                value = read_object(path)
+            self.value = map_tensors(value, self._once)
+        self.index = (
+            {k: v for k, v in self.value.items() if isinstance(v, torch.Tensor)}
+            if isinstance(self.value, dict)
+            else {}
+        )
+
+    def _once(self, described: torch.Tensor) -> torch.Tensor:
+        """The same object for what is stored once: ties stay ties."""
+        offset = described.untyped_storage()._checkpoint_offset if described.numel() else None
+        key = (
+            offset,
+            described.dtype,
+            described.shape,
+            described.stride(),
+            described.storage_offset(),
+        )
+        return self._seen.setdefault(key, described)
 
     def _describe(self, item):
         if not isinstance(item, TensorReference):
             return item
-        with FakeTensorMode():
-            described = read_object(tensor_file(self.path, item.tid))
-        described._file = tensor_file(self.path, item.tid)
-        return described
+        if item.tid not in self._seen:
+            with FakeTensorMode():
+                self._seen[item.tid] = read_object(tensor_file(self.path, item.tid))
+            self._seen[item.tid]._file = tensor_file(self.path, item.tid)
+        return self._seen[item.tid]
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Reads one tensor of a dict."""

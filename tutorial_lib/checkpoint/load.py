@@ -1,4 +1,6 @@
-"""`load_checkpoint`: the latest complete checkpoint, or a named one, back into a run; at another mesh too."""
+"""`load_checkpoint`: the latest complete checkpoint, or a named one, back into a run; at another
+mesh too.
+"""
 
 import warnings
 from pathlib import Path
@@ -7,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_layers.random import set_rng_state
-from . import background, layout, ranks, reader, tags, tensors
+from . import background, layout, ranks, reader, tags
 from .optimizer_state import load_into_optimizer
 from .save import parameter_names
 
@@ -29,7 +31,8 @@ def load_checkpoint(
     *,
     restore_random_state: bool | None = None,
 ):
-    """Loads a checkpoint; every rank calls it. Weights first, then the optimizer, which may derive masters from them.
+    """Loads a checkpoint; every rank calls it. Weights first, then the optimizer, which may derive
+    masters from them.
 
     A checkpoint of another tensor-parallel or data-parallel size is cut anew on the way.
 
@@ -39,8 +42,9 @@ def load_checkpoint(
         model, optimizer, scheduler: what to load into; a dict is filled.
         num_workers: how many ranks of a node read at a time.
         strict: the checkpoint and the model have to have the same tensors.
-        restore_random_state: put the generators of this rank back too; by default if an optimizer is given, that is, if
-            training goes on. At another mesh than the one that saved, they stay as they are, with a warning.
+        restore_random_state: put the generators of this rank back too; by default if an optimizer
+            is given, that is, if training goes on. At another mesh than the one that saved, they
+            stay as they are, with a warning.
 
     Returns:
         The `user_content` that was saved, or None.
@@ -48,8 +52,8 @@ def load_checkpoint(
     Raises:
         RuntimeError: no complete checkpoint in the folder.
         FileNotFoundError: no such tag, or a file of it is missing.
-        ValueError: a file is truncated, altered, or holds code; the model is another one; sizes that do not go together.
-            With the file's name, on every rank.
+        ValueError: a file is truncated, altered, or holds code; the model is another one; sizes
+            that do not go together. With the file's name, on every rank.
     """
     background.finalize_checkpoint()
     if use_zero1_dcp:
@@ -59,22 +63,34 @@ def load_checkpoint(
     place, same = ranks.my_place(), ranks.together(_same_mesh, source)
     if model is not None:
         weights = ranks.in_turn(lambda: _weights(source, model, place, strict), num_workers)
-        ranks.together(lambda: _load_model(model, weights, strict, source.model_file(place.tp, place.pp)))
+        ranks.together(
+            lambda: _load_model(model, weights, strict, source.model_file(place.tp, place.pp))
+        )
         del weights
     if optimizer is not None:
-        ranks.in_turn(lambda: load_into_optimizer(source, model, optimizer, parameter_names(model, optimizer)), num_workers)
+        ranks.in_turn(
+            lambda: load_into_optimizer(
+                source, model, optimizer, parameter_names(model, optimizer)
+            ),
+            num_workers,
+        )
     if scheduler is not None:
         scheduler.load_state_dict(ranks.together(source.object, "scheduler.pt"))
     if restore_random_state or (restore_random_state is None and optimizer is not None):
         ranks.together(_restore, source, same)
-    return ranks.together(lambda: source.object("user_content.pt") if source.has("user_content.pt") else None)
+    return ranks.together(
+        lambda: source.object("user_content.pt") if source.has("user_content.pt") else None
+    )
 
 
 def _choose(folder: Path, tag: str | None) -> tags.Complete:
     chosen = tags.latest(folder) if tag is None else tags.find(folder, tag)
     if halves := tags.incomplete(folder):
         names = ", ".join(half.name for half in halves)
-        warnings.warn(f"{folder}: {names} incomplete, left by an interrupted save; loading {chosen.tag}", stacklevel=2)
+        warnings.warn(
+            f"{folder}: {names} incomplete, left by an interrupted save; loading {chosen.tag}",
+            stacklevel=2,
+        )
     return chosen
 
 
@@ -86,7 +102,10 @@ def _same_mesh(source: reader.Reader) -> bool:
     """
     now = ranks.mesh()
     if source.pp != now["pp"]:
-        raise ValueError(f"{source.path} was saved with pipeline-parallel size {source.pp}, this run has {now['pp']}")
+        raise ValueError(
+            f"{source.path} was saved with pipeline-parallel size {source.pp}, this run has "
+            f"{now['pp']}"
+        )
     return source.mesh == now
 
 
@@ -97,7 +116,8 @@ def _weights(source: reader.Reader, model, place: ranks.Place, strict: bool) -> 
         return source.model_shard(place.tp, place.pp)
     if isinstance(model, dict):
         raise ValueError(
-            f"{source.path} was saved with tensor-parallel size {source.tp}, this run has {now['tp']}: "
+            f"{source.path} was saved with tensor-parallel size {source.tp}, this run has "
+            f"{now['tp']}: "
             "give the model, not a dict, to have it cut anew"
         )
     targets, ties = layout.describe(model.state_dict(keep_vars=True))
@@ -113,7 +133,10 @@ def _load_model(model, weights: dict, strict: bool, file: Path) -> None:
     _settle_ties(weights, ties, file)
     missing, unexpected = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())
     if strict and (missing or unexpected):
-        raise ValueError(f"{file} is of another model: it lacks {_some(missing)}, and has {_some(unexpected)} in excess")
+        raise ValueError(
+            f"{file} is of another model: it lacks {_some(missing)}, and has {_some(unexpected)} "
+            "in excess"
+        )
     wrong = [
         f"{name} {tuple(weights[name].shape)}, here {tuple(live[name].shape)}"
         for name in live.keys() & weights.keys()
@@ -121,9 +144,15 @@ def _load_model(model, weights: dict, strict: bool, file: Path) -> None:
     ]
     if wrong:
         raise ValueError(f"{file} is of another model: {_some(sorted(wrong))}")
-    if dist.get_rank() == 0 and (cast := [n for n in live if n in weights and weights[n].dtype != live[n].dtype]):
+    if dist.get_rank() == 0 and (
+        cast := [n for n in live if n in weights and weights[n].dtype != live[n].dtype]
+    ):
         first = cast[0]
-        warnings.warn(f"{file}: {len(cast)} tensors change dtype, {first}: {weights[first].dtype} → {live[first].dtype}", stacklevel=2)
+        warnings.warn(
+            f"{file}: {len(cast)} tensors change dtype, {first}: {weights[first].dtype} → "
+            f"{live[first].dtype}",
+            stacklevel=2,
+        )
     model.load_state_dict(weights, strict=strict)
 
 
@@ -137,7 +166,10 @@ def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> None:
         present = [name for name in group if name in weights]
         for name in present[1:]:
             if not torch.equal(weights[name], weights[present[0]]):
-                raise ValueError(f"{file}: {present[0]} and {name} are one tensor in the model and differ in the file")
+                raise ValueError(
+                    f"{file}: {present[0]} and {name} are one tensor in the model and differ in "
+                    "the file"
+                )
         for name in group:
             if present:
                 weights[name] = weights[present[0]]
@@ -152,5 +184,9 @@ def _restore(source: reader.Reader, same: bool) -> None:
     if source.has("random_state.pt") and same:
         set_rng_state(source.object("random_state.pt")["ranks"][dist.get_rank()])
     elif dist.get_rank() == 0:
-        why = f"was saved on mesh {source.mesh}, not {ranks.mesh()}" if source.has("random_state.pt") else "holds none"
+        why = (
+            f"was saved on mesh {source.mesh}, not {ranks.mesh()}"
+            if source.has("random_state.pt")
+            else "holds none"
+        )
         warnings.warn(f"random states stay as they are: {source.path} {why}", stacklevel=2)

@@ -1,8 +1,10 @@
-"""The state of an optimizer by parameter and field, whatever the mesh it was saved on, and back into an optimizer.
+"""The state of an optimizer by parameter and field, whatever the mesh it was saved on, and back
+into an optimizer.
 
-Plain optimizers keep `state[number][field]`, each field as large as the rank's part of the parameter, or a scalar. ZeRO-1
-keeps in `base_state` (and `sharded_master_weights`) one of equal chunks: here of the flattened part, in the vendor's
-library along dim 0. Put one behind the other both are the part, row by row, and some padding.
+Plain optimizers keep `state[number][field]`, each field as large as the rank's part of the
+parameter, or a scalar. ZeRO-1 keeps in `base_state` (and `sharded_master_weights`) one of equal
+chunks: here of the flattened part, in the vendor's library along dim 0. Put one behind the other
+both are the part, row by row, and some padding.
 """
 
 import torch
@@ -22,13 +24,20 @@ class SavedOptimizer:
         ValueError: the checkpoint does not say which parameter is which.
     """
 
-    def __init__(self, source: Reader, names: list[str] | None = None, layouts: dict[str, Layout] | None = None):
+    def __init__(
+        self,
+        source: Reader,
+        names: list[str] | None = None,
+        layouts: dict[str, Layout] | None = None,
+    ):
         saved = (source.metadata or {}).get("optimizer") or {}
         self.names, self._layouts = saved.get("parameters") or names, source.layouts or layouts
         if self.names is None or self._layouts is None:
             raise ValueError(
-                f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} and {source.zero_degree} shards "
-                "without the names of its parameters (save model and optimizer together): it can be loaded there only"
+                f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} and "
+                f"{source.zero_degree} shards "
+                "without the names of its parameters (save model and optimizer together): it can "
+                "be loaded there only"
             )
         self._source, self.zero1 = source, source.zero1
         self._number = {name: number for number, name in enumerate(self.names)}
@@ -46,6 +55,15 @@ class SavedOptimizer:
         number = self._number[name]
         fields = list(self._state(self._first).get(number, {}))
         return fields + ([MASTER] if number in self._first.get(MASTER, {}) else [])
+
+    def entry(self, name: str, field: str):
+        """The field on the first rank, a tensor without its data."""
+        number = self._number[name]
+        return (
+            self._first[MASTER][number]
+            if field == MASTER
+            else self._state(self._first)[number][field]
+        )
 
     def full(self, name: str, field: str):
         """The field for the full parameter; a scalar as it is."""
@@ -65,7 +83,11 @@ class SavedOptimizer:
         for place in range(self._source.zero_degree if self.zero1 else 1):
             file = self._source.lazy(self._source.optimizer_file(place, rank))
             number = self._number[name]
-            entry = file.value[MASTER][number] if field == MASTER else self._state(file.value)[number][field]
+            entry = (
+                file.value[MASTER][number]
+                if field == MASTER
+                else self._state(file.value)[number][field]
+            )
             if not isinstance(entry, torch.Tensor):
                 return entry
             chunks.append(file.read(entry))
@@ -75,37 +97,55 @@ class SavedOptimizer:
         part = torch.cat([piece.reshape(-1) for piece in chunks])
         row = shape[1:].numel()  # the vendor pads by rows
         if not 0 <= part.numel() - shape.numel() < len(chunks) * max(row, 1):
-            raise ValueError(f"{self._source.path}: {field} of {name} has {part.numel()} elements, the parameter {shape.numel()}")
+            raise ValueError(
+                f"{self._source.path}: {field} of {name} has {part.numel()} elements, the "
+                f"parameter {shape.numel()}"
+            )
         return part[: shape.numel()].view(shape)
 
 
 def load_into_optimizer(source: Reader, model, optimizer, names: list[str] | None) -> None:
-    """Loads this rank's optimizer state, cut anew where the mesh or the kind of optimizer is another.
+    """Loads this rank's optimizer state, cut anew where the mesh or the kind of optimizer is
+    another.
 
     Raises:
-        FileNotFoundError: the checkpoint has no optimizer state. A fresh optimizer is never taken instead.
+        FileNotFoundError: the checkpoint has no optimizer state. A fresh optimizer is never taken
+            instead.
         ValueError: it is of other parameters, or cannot be cut so; with both sizes.
     """
     if not (source.path / "optim").is_dir():
-        raise FileNotFoundError(f"{source.path / 'optim'} is missing: the checkpoint was saved without an optimizer")
+        raise FileNotFoundError(
+            f"{source.path / 'optim'} is missing: the checkpoint was saved without an optimizer"
+        )
     live = optimizer if isinstance(optimizer, dict) else optimizer.state_dict()
     saved_names = ((source.metadata or {}).get("optimizer") or {}).get("parameters")
     if names is not None and saved_names is not None and set(names) != set(saved_names):
         other = sorted(set(names) ^ set(saved_names))
-        raise ValueError(f"{source.path / 'optim'} is of another optimizer: {', '.join(other[:3])} on one side only")
-    state = _as_saved(source, live, names == saved_names or None in (names, saved_names), isinstance(optimizer, dict))
+        raise ValueError(
+            f"{source.path / 'optim'} is of another optimizer: {', '.join(other[:3])} on one side "
+            "only"
+        )
+    state = _as_saved(
+        source,
+        live,
+        names == saved_names or None in (names, saved_names),
+        isinstance(optimizer, dict),
+    )
     if isinstance(optimizer, dict):
         optimizer.update(state)
         return
     if state is None:
         state = _cut_anew(source, model, live, names)
     optimizer.load_state_dict(state)
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without the trainer's wrapper
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         _keep_dtypes(optimizer, state["state"])
 
 
 def _as_saved(source: Reader, live: dict, same_order: bool, into_dict: bool) -> dict | None:
-    """The state as it lies in this rank's file, if it fits as it is; None where it has to be cut anew."""
+    """The state as it lies in this rank's file, if it fits as it is; None where it has to be cut
+    anew.
+    """
     place, tp = ranks.my_place(), ranks.mesh()["tp"]
     zero1 = source.zero1 if into_dict else "base_state" in live
     degree = place.replicas if zero1 else 1
@@ -116,7 +156,8 @@ def _as_saved(source: Reader, live: dict, same_order: bool, into_dict: bool) -> 
             return state
     if into_dict:
         raise ValueError(
-            f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with {source.zero_degree} shards, "
+            f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with "
+            f"{source.zero_degree} shards, "
             f"this run has {tp} and {degree}: to have it cut anew, give the optimizer, not a dict"
         )
     return None
@@ -126,8 +167,10 @@ def _cut_anew(source: Reader, model, live: dict, names: list[str] | None) -> dic
     place, tp = ranks.my_place(), ranks.mesh()["tp"]
     if names is None:
         raise ValueError(
-            f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with {source.zero_degree} shards, "
-            f"this run has {tp} and {place.replicas if 'base_state' in live else 1}: to have it cut anew, give the model too"
+            f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with "
+            f"{source.zero_degree} shards, "
+            f"this run has {tp} and {place.replicas if 'base_state' in live else 1}: to have it "
+            "cut anew, give the model too"
         )
     targets, _ = describe(model.state_dict(keep_vars=True))
     guessed = {name: source.guess(target) for name, target in targets.items()}
@@ -135,7 +178,11 @@ def _cut_anew(source: Reader, model, live: dict, names: list[str] | None) -> dic
 
 
 def _resharded(
-    saved: SavedOptimizer, targets: dict[str, Layout], live: dict, names: list[str], place: ranks.Place
+    saved: SavedOptimizer,
+    targets: dict[str, Layout],
+    live: dict,
+    names: list[str],
+    place: ranks.Place,
 ) -> dict:
     zero1 = "base_state" in live
     state, masters = {}, {}
@@ -150,9 +197,14 @@ def _resharded(
             else:
                 state.setdefault(number, {})[field] = value
     if masters and not zero1:
-        lossy = [n for i, n in enumerate(names) if i in masters and masters[i].dtype != targets[n].dtype]
+        lossy = [
+            n for i, n in enumerate(names) if i in masters and masters[i].dtype != targets[n].dtype
+        ]
         if lossy:
-            raise ValueError(f"the checkpoint holds {masters[0].dtype} masters of {lossy[0]} and others, which need ZeRO-1")
+            raise ValueError(
+                f"the checkpoint holds {masters[0].dtype} masters of {lossy[0]} and others, which "
+                "need ZeRO-1"
+            )
     result = {**live, "param_groups": _groups(saved, live["param_groups"], names)}
     result["base_state" if zero1 else "state"] = state
     result.pop(MASTER, None)
@@ -161,18 +213,25 @@ def _resharded(
 
 def _groups(saved: SavedOptimizer, live: list[dict], names: list[str]) -> list[dict]:
     """The saved groups' settings with this optimizer's numbers of the same parameters."""
-    by_names = {frozenset(saved.names[n] for n in group["params"]): group for group in saved.param_groups}
+    by_names = {
+        frozenset(saved.names[n] for n in group["params"]): group for group in saved.param_groups
+    }
     groups = []
     for group in live:
         members = frozenset(names[n] for n in group["params"])
         if members not in by_names:
-            raise ValueError(f"the optimizer's group with {min(members)} has other parameters than when it was saved")
+            raise ValueError(
+                f"the optimizer's group with {min(members)} has other parameters than when it was "
+                "saved"
+            )
         groups.append({**by_names[members], "params": group["params"]})
     return groups
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Gives each field the dtype it was saved in; `load_state_dict` casts to that of the parameter."""
+    """Gives each field the dtype it was saved in; `load_state_dict` casts to that of the
+    parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, fields in state.items():
         for field, value in fields.items():

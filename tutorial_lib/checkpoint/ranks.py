@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where a rank stands: among the ranks that hold the same weights (`dp`, of `replicas`), and on the other axes."""
+    """Where a rank stands: among the ranks that hold the same weights (`dp`, of `replicas`), and on
+    the other axes.
+    """
 
     dp: int
     tp: int
@@ -20,7 +22,9 @@ class Place(NamedTuple):
     replicas: int
 
     def file(self, dp: bool) -> str:
-        """The name of this rank's file; without `dp` that of the first rank with the same weights."""
+        """The name of this rank's file; without `dp` that of the first rank with the same
+        weights.
+        """
         return shard_name(self.dp if dp else 0, self.tp, self.pp)
 
 

@@ -1,4 +1,6 @@
-"""A complete checkpoint as something to read from: by rank, or by full tensor whatever the degree it was saved at."""
+"""A complete checkpoint as something to read from: by rank, or by full tensor whatever the degree
+it was saved at.
+"""
 
 import re
 from collections.abc import Iterator
@@ -17,14 +19,16 @@ SHARD = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 
 
 class Reader:
-    """Reads one checkpoint, this library's or the vendor's. Every file is checked against its digest before its first use.
+    """Reads one checkpoint, this library's or the vendor's. Every file is checked against its
+    digest before its first use.
 
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
         check: False leaves the check of the digests to somebody else.
 
     Raises:
-        FileNotFoundError, ValueError: a shard or the metadata is missing or broken, with the file's name.
+        FileNotFoundError, ValueError: a shard or the metadata is missing or broken, with the file's
+            name.
     """
 
     def __init__(self, checkpoint: Complete, check: bool = True):
@@ -57,7 +61,11 @@ class Reader:
     def _ready(self, file: Path) -> Path:
         """The file, once all that belongs to it is as it was written."""
         if file not in self._checked:
-            names = {self.path / name for name in self._checkpoint.files if name.startswith(str(file.relative_to(self.path)))}
+            names = {
+                self.path / name
+                for name in self._checkpoint.files
+                if name.startswith(str(file.relative_to(self.path)))
+            }
             for each in sorted(names | set(tensors.files_of(file))):
                 self._verify(each)
             self._checked.add(file)
@@ -69,6 +77,18 @@ class Reader:
     def object(self, name: str):
         """What the file of that name holds."""
         return tensors.load(self._ready(self.path / name))
+
+    @property
+    def step(self) -> int | None:
+        return self._checkpoint.step
+
+    def files(self) -> list[Path]:
+        """The file of each shard, of the model first."""
+        return [
+            self.path / part / shard_name(dp, tp, pp)
+            for part in ("model", "optim")
+            for dp, tp, pp in sorted(self._shards(part))
+        ]
 
     def model_file(self, tp: int, pp: int = 0) -> Path:
         return self.path / "model" / shard_name(0, tp, pp)
@@ -98,17 +118,24 @@ class Reader:
 
     @cached_property
     def layouts(self) -> dict[str, Layout] | None:
-        """How each tensor of the model is cut; None where another library wrote the checkpoint and does not say."""
+        """How each tensor of the model is cut; None where another library wrote the checkpoint and
+        does not say.
+        """
         return None if self.metadata is None else self.metadata["model"]
 
     def full(self, name: str, layout: Layout) -> torch.Tensor:
-        """The full tensor, without padding, from the shards as they are cut by `layout` (that of the saved degree)."""
+        """The full tensor, without padding, from the shards as they are cut by `layout` (that of
+        the saved degree).
+        """
         result = torch.empty(layout.shape, dtype=self._tensor(name, 0).dtype)
         for rank in layout.sources():
             file = self.model_file(rank)
             shard = self.lazy(file)[name]
             if tuple(shard.shape) != layout.local_shape():
-                raise ValueError(f"{file}: {name} has shape {tuple(shard.shape)}, {layout.local_shape()} was expected")
+                raise ValueError(
+                    f"{file}: {name} has shape {tuple(shard.shape)}, {layout.local_shape()} was "
+                    "expected"
+                )
             layout.fill(result, shard, rank)
         return result
 
@@ -119,8 +146,11 @@ class Reader:
             raise ValueError(f"{file.path} holds no tensor {name}: it is of another model")
         return file.index[name]
 
-    def resharded(self, targets: dict[str, Layout], ties: list[list[str]], rank: int, strict: bool) -> dict:
-        """The state dict of `rank` of a model with the layouts `targets`, from shards of another degree.
+    def resharded(
+        self, targets: dict[str, Layout], ties: list[list[str]], rank: int, strict: bool
+    ) -> dict:
+        """The state dict of `rank` of a model with the layouts `targets`, from shards of another
+        degree.
 
         Raises:
             ValueError: the checkpoint is of another model, or cannot be cut so; with both degrees.
@@ -129,23 +159,36 @@ class Reader:
         tied = {name: group for group in ties for name in group}
         result = {}
         for name, target in targets.items():
-            source = name if name in saved else next((n for n in tied.get(name, ()) if n in saved), None)
+            source = (
+                name if name in saved else next((n for n in tied.get(name, ()) if n in saved), None)
+            )
             if source is None:
                 if strict:
                     raise ValueError(f"{self.path} is of another model: it lacks {name}")
                 continue
             if saved[source].shape != target.shape:
                 raise ValueError(
-                    f"{self.path} (tensor-parallel size {self.tp}): {name} has full shape {saved[source].shape}, {target.shape} here"
+                    f"{self.path} (tensor-parallel size {self.tp}): {name} has full shape "
+                    f"{saved[source].shape}, {target.shape} here"
                 )
             result[name] = target.cut(self.full(source, saved[source]), rank)
-        if strict and (excess := [n for n in saved if n not in targets and not set(tied.get(n, ())) & targets.keys()]):
-            raise ValueError(f"{self.path} is of another model: it has {', '.join(sorted(excess)[:3])} in excess")
+        if strict and (
+            excess := [
+                n for n in saved if n not in targets and not set(tied.get(n, ())) & targets.keys()
+            ]
+        ):
+            raise ValueError(
+                f"{self.path} is of another model: it has {', '.join(sorted(excess)[:3])} in excess"
+            )
         return result
 
     def guess(self, target: Layout) -> Layout:
-        """How a checkpoint that does not say so cuts a tensor: as this model does, at the saved degree."""
+        """How a checkpoint that does not say so cuts a tensor: as this model does, at the saved
+        degree.
+        """
         try:
             return target.at(self.tp)
         except ValueError as error:
-            raise ValueError(f"{self.path} was saved with tensor-parallel size {self.tp}: {error}") from error
+            raise ValueError(
+                f"{self.path} was saved with tensor-parallel size {self.tp}: {error}"
+            ) from error

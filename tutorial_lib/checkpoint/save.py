@@ -1,11 +1,14 @@
-"""`save_checkpoint`: everything that a run needs to go on, written aside by all ranks and published as a whole.
+"""`save_checkpoint`: everything that a run needs to go on, written aside and published as a whole.
 
-    <folder>/<tag>/checkpoint                                   a checkpoint was begun here
-    <folder>/<tag>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    a state dict; xser: + .info.pt, .tensors/tensor_N.pt
-    <folder>/<tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt    DD is 00 unless the optimizer is sharded (ZeRO-1)
+    <folder>/<tag>/checkpoint           a checkpoint was begun here
+    <folder>/<tag>/model/<shard>        a state dict for each tensor- and pipeline-parallel rank
+    <folder>/<tag>/optim/<shard>        likewise; ZeRO-1: for each data-parallel rank too
     <folder>/<tag>/scheduler.pt  user_content.pt  random_state.pt
-    <folder>/<tag>/metadata.json                                mesh, full shapes and cuts: what tools go by
-    <folder>/<tag>/done                                         complete; step, and the digest of every file
+    <folder>/<tag>/metadata.json        mesh, full shapes and cuts: what tools go by
+    <folder>/<tag>/done                 complete; step, and the digest of every file
+
+A shard is `dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`, DD being 00 where data-parallel ranks hold the
+same; with xser also `<shard>.info.pt` and `<shard>.tensors/tensor_N.pt`.
 """
 
 import json
@@ -40,32 +43,41 @@ def save_checkpoint(
     *,
     step: int | None = None,
 ) -> None:
-    """Saves a checkpoint; every rank calls it. It is complete or absent, whatever happens in between.
+    """Saves a checkpoint; every rank calls it. It is complete or absent, whatever happens in
+    between.
 
     Args:
         checkpoint_dir_str: the folder of checkpoints, on a file system that all ranks see.
         tag: name of this one; a complete one of that name is replaced once this one is complete.
-        model, optimizer: with a `state_dict`, or state dicts. Masters of a ZeRO-1 optimizer are saved with it.
+        model, optimizer: with a `state_dict`, or state dicts. Masters of a ZeRO-1 optimizer are
+            saved with it.
         scheduler: with a `state_dict`.
         user_content: tensors and plain data, such as step and data position. Rank 0's is saved.
         num_workers: how many ranks of a node write at a time.
         use_xser: write tensor by tensor, so that no more than one of them is on the host.
         num_kept_ckpts: how many complete checkpoints stay; None or -1 keeps all.
-        async_save: copy to the host and return; the copy is written meanwhile. One such save is under way at most: the
-            next call (or `finalize_checkpoint`) waits for it and raises its error.
+        async_save: copy to the host and return; the copy is written meanwhile. One such save is
+            under way at most: the next call (or `finalize_checkpoint`) waits for it and raises its
+            error.
         zero1_optimizer: the optimizer's state dict is a ZeRO-1 shard; found out by itself.
-        step: the training step, by which the latest checkpoint is found; by default `user_content`'s `global_step`
-            or `step`, else the number at the end of the tag.
+        step: the training step, by which the latest checkpoint is found; by default
+            `user_content`'s `global_step` or `step`, else the number at the end of the tag.
 
     Raises:
-        ValueError: an argument out of range, or an object that is neither tensors nor plain data, with its place.
+        ValueError: an argument out of range, or an object that is neither tensors nor plain data,
+            with its place.
         OSError: full disk, read-only folder, …, with the path. On every rank, like all errors.
     """
     background.finalize_checkpoint()
     if use_zero1_dcp or avoid_saving_lower_precision_weights:
-        raise ValueError("use_zero1_dcp and avoid_saving_lower_precision_weights are not supported: all weights are saved")
+        raise ValueError(
+            "use_zero1_dcp and avoid_saving_lower_precision_weights are not supported: all weights "
+            "are saved"
+        )
     if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
-        raise ValueError(f"num_kept_ckpts must be at least 1, or -1 or None to keep all, not {num_kept_ckpts}")
+        raise ValueError(
+            f"num_kept_ckpts must be at least 1, or -1 or None to keep all, not {num_kept_ckpts}"
+        )
     folder, tag = Path(checkpoint_dir_str), tags.check_tag(tag)
     ranks.waves(num_workers)
     mesh = ranks.mesh()
@@ -112,8 +124,14 @@ class _Content:
 
     def __init__(self, model, optimizer, scheduler, user_content, zero1: bool):
         self._model, self._optimizer = model, optimizer
-        self._weights = model if isinstance(model, dict) or model is None else model.state_dict(keep_vars=True)
-        self._state = optimizer if isinstance(optimizer, dict) or optimizer is None else optimizer.state_dict()
+        self._weights = (
+            model if isinstance(model, dict) or model is None else model.state_dict(keep_vars=True)
+        )
+        self._state = (
+            optimizer
+            if isinstance(optimizer, dict) or optimizer is None
+            else optimizer.state_dict()
+        )
         self._zero1 = zero1 or (self._state is not None and "base_state" in self._state)
         self._small = {"random_state": {"ranks": []}}
         self._small |= {} if scheduler is None else {"scheduler": scheduler.state_dict()}
@@ -130,7 +148,9 @@ class _Content:
         if dist.get_rank() == 0:
             self._small["random_state"]["ranks"] = states
             metadata = self._metadata(stages, ties)
-            shards.append(lambda aside: {aside / layout.METADATA: layout.write_metadata(aside, metadata)})
+            shards.append(
+                lambda aside: {aside / layout.METADATA: layout.write_metadata(aside, metadata)}
+            )
         return shards + ranks.together(self._objects, copy)
 
     def _shards(self, use_xser: bool, copy: bool) -> list[Job]:
@@ -163,16 +183,29 @@ class _Content:
             tensors.check(value, name)
         if dist.get_rank() > 0:
             return []
-        found = {f"{name}.pt": tensors.to_host(value, copy=copy) for name, value in self._small.items()}
-        return [lambda aside, n=name, v=value: tensors.save_plain(v, aside / n) for name, value in found.items()]
+        found = {
+            f"{name}.pt": tensors.to_host(value, copy=copy) for name, value in self._small.items()
+        }
+        return [
+            lambda aside, n=name, v=value: tensors.save_plain(v, aside / n)
+            for name, value in found.items()
+        ]
 
     def _metadata(self, layouts: dict, ties: list[list[str]]) -> dict:
-        config = getattr(self._model, "config", None)
-        optimizer = {"zero1": self._zero1, "parameters": parameter_names(self._model, self._optimizer)}
+        whole = getattr(
+            self._model, "original_module", lambda: self._model
+        )()  # without the trainer's wrapper
+        config = getattr(whole, "config", None)
+        optimizer = {
+            "zero1": self._zero1,
+            "parameters": parameter_names(self._model, self._optimizer),
+        }
         return {
             "mesh": ranks.mesh(),
-            "architecture": type(self._model).__name__,
-            "config": json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else None,
+            "architecture": type(whole).__name__,
+            "config": json.loads(config.to_json_string(use_diff=False))
+            if hasattr(config, "to_json_string")
+            else None,
             "model": layouts,
             "tied": ties,
             "optimizer": None if self._state is None else optimizer,
@@ -181,13 +214,21 @@ class _Content:
 
 def device_type(weights: dict | None) -> str:
     """The kind of device that a model's tensors are on."""
-    return next((t.device.type for t in (weights or {}).values() if isinstance(t, torch.Tensor)), "cpu")
+    return next(
+        (t.device.type for t in (weights or {}).values() if isinstance(t, torch.Tensor)), "cpu"
+    )
 
 
 def parameter_names(model, optimizer) -> list[str] | None:
-    """The names of the optimizer's parameters, in the order of its groups; None where one of them is not the model's."""
+    """The names of the optimizer's parameters, in the order of its groups; None where one of them
+    is not the model's.
+    """
     if not isinstance(model, torch.nn.Module) or not hasattr(optimizer, "param_groups"):
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+    found = [
+        names.get(id(parameter))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
     return None if None in found else found

@@ -1,7 +1,9 @@
-"""A folder of checkpoints: which of them are complete, which is the latest, how one is published and how one goes.
+"""A folder of checkpoints: which of them are complete, which is the latest, how one is published
+and how one goes.
 
-`<folder>/<tag>` is complete once its `done` marker is there. A save is written to `<tag>.incomplete` and renamed; a complete
-checkpoint of the same tag waits as `<tag>.replaced` until then, and takes its place again if the save is interrupted.
+`<folder>/<tag>` is complete once its `done` marker is there. A save is written to
+`<tag>.incomplete` and renamed; a complete checkpoint of the same tag waits as `<tag>.replaced`
+until then, and takes its place again if the save is interrupted.
 """
 
 import json
@@ -42,7 +44,9 @@ class Complete:
         return (-1 if self.step is None else self.step, self.sequence)
 
     def check(self, file: str | Path) -> None:
-        """Raises FileNotFoundError or ValueError unless `file`, of this checkpoint, is as it was written."""
+        """Raises FileNotFoundError or ValueError unless `file`, of this checkpoint, is as it was
+        written.
+        """
         check_file(file, self.files.get(str(Path(file).relative_to(self.path))))
 
 
@@ -53,8 +57,16 @@ def check_tag(tag: object) -> str:
         ValueError: it is empty, is a path, or has an ending with a meaning here.
     """
     name = str(tag)
-    if not name or name in (".", "..") or "/" in name or name.endswith((INCOMPLETE, REPLACED, REMOVED)):
-        raise ValueError(f"tag {name!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} or {REMOVED}")
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or name.endswith((INCOMPLETE, REPLACED, REMOVED))
+    ):
+        raise ValueError(
+            f"tag {name!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} "
+            f"or {REMOVED}"
+        )
     return name
 
 
@@ -80,10 +92,14 @@ def _read(path: Path, tag: str) -> Complete | None:
 
 
 def complete(folder: str | Path) -> list[Complete]:
-    """The complete checkpoints, the latest last. By what the markers say, never by the time of a file."""
+    """The complete checkpoints, the latest last. By what the markers say, never by the time of a
+    file.
+    """
     folder, found = Path(folder), {}
     paths = [p for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    for path in sorted(paths, key=lambda p: p.name.endswith(REPLACED), reverse=True):  # the replacement last: it wins
+    for path in sorted(
+        paths, key=lambda p: p.name.endswith(REPLACED), reverse=True
+    ):  # the replacement last: it wins
         if not path.name.endswith((INCOMPLETE, REMOVED)):
             tag = path.name.removesuffix(REPLACED)
             if (item := _read(path, tag)) is not None:
@@ -115,11 +131,16 @@ def latest(folder: str | Path) -> Complete:
     found = complete(folder)
     if not found:
         rest = ", ".join(p.name for p in incomplete(folder))
-        raise RuntimeError(f"no complete checkpoint under {folder}" + (f"; incomplete: {rest}" if rest else ""))
+        raise RuntimeError(
+            f"no complete checkpoint under {folder}" + (f"; incomplete: {rest}" if rest else "")
+        )
     last = [item for item in found if item.age == found[-1].age]
     if len(last) > 1:
         names = ", ".join(item.tag for item in last)
-        raise ValueError(f"{folder}: neither markers nor tags tell which of {names} is the latest; name the tag to load")
+        raise ValueError(
+            f"{folder}: neither markers nor tags tell which of {names} is the latest; name the tag "
+            "to load"
+        )
     return found[-1]
 
 
@@ -127,14 +148,21 @@ def find(folder: str | Path, tag: object) -> Complete:
     """The complete checkpoint of that tag.
 
     Raises:
-        FileNotFoundError: there is none; says whether it is incomplete, and which tags are complete.
+        FileNotFoundError: there is none; says whether it is incomplete, and which tags are
+            complete.
     """
     found = {item.tag: item for item in complete(folder)}
     if str(tag) in found:
         return found[str(tag)]
     halves = [p.name for p in incomplete(folder)]
-    state = "is incomplete" if any(n.split(".")[0] == str(tag) or n == str(tag) for n in halves) else "does not exist"
-    raise FileNotFoundError(f"checkpoint {Path(folder) / str(tag)} {state}; complete: {', '.join(found) or 'none'}")
+    state = (
+        "is incomplete"
+        if any(n.split(".")[0] == str(tag) or n == str(tag) for n in halves)
+        else "does not exist"
+    )
+    raise FileNotFoundError(
+        f"checkpoint {Path(folder) / str(tag)} {state}; complete: {', '.join(found) or 'none'}"
+    )
 
 
 def begin(folder: str | Path, tag: str) -> Path:
@@ -149,7 +177,9 @@ def begin(folder: str | Path, tag: str) -> Path:
 
 
 def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> Path:
-    """Turns a folder that is written and flushed into the complete checkpoint of its tag, and returns where that lies."""
+    """Turns a folder that is written and flushed into the complete checkpoint of its tag, and
+    returns where that lies.
+    """
     folder, tag = aside.parent, aside.name.removesuffix(INCOMPLETE)
     final, replaced = folder / tag, folder / (tag + REPLACED)
     earlier = complete(folder)
@@ -185,7 +215,9 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint, its `done` marker first, so that an interrupted removal leaves none that looks complete."""
+    """Removes a checkpoint, its `done` marker first, so that an interrupted removal leaves none
+    that looks complete.
+    """
     (path / DONE).unlink(missing_ok=True)
     sync_directory(path)
     gone = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
@@ -197,7 +229,8 @@ def remove(path: Path) -> None:
 
 
 def rotate(folder: str | Path, num_kept: int | None, current: str) -> None:
-    """Keeps the `num_kept` latest complete checkpoints, `current` among them, and clears away what interrupted ones left.
+    """Keeps the `num_kept` latest complete checkpoints, `current` among them, and clears away what
+    interrupted ones left.
 
     Args:
         num_kept: None or -1 keeps all and clears nothing.

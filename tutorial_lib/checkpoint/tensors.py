@@ -1,7 +1,8 @@
-"""Objects made of tensors and plain data: brought to the host, written as one file or tensor by tensor, read back.
+"""Objects made of tensors and plain data: brought to the host, written as one file or tensor by
+tensor, read back.
 
-`xser` is torch-xla's way: `<path>` holds the object with a reference in place of each tensor, `<path>.tensors/` the tensors,
-so that never more than one of them is on the host.
+`xser` is torch-xla's way: `<path>` holds the object with a reference in place of each tensor,
+`<path>.tensors/` the tensors, so that never more than one of them is on the host.
 """
 
 import shutil
@@ -14,12 +15,26 @@ import torch
 
 from .files import Digest, TensorReference, read_object, write_object
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    np.ndarray,
+    np.generic,
+)
 Digests = dict[Path, Digest]
 
 
 def map_tensors(value, function: Callable, kind: type = torch.Tensor, where: str = ""):
-    """`value` with `function(tensor)` in place of each tensor (or other `kind`) in its dicts, lists, tuples and sets.
+    """`value` with `function(tensor)` in place of each tensor (or other `kind`) in its dicts,
+    lists, tuples and sets.
 
     Raises:
         ValueError: something that is neither a tensor nor plain data, with its place in the object.
@@ -28,15 +43,25 @@ def map_tensors(value, function: Callable, kind: type = torch.Tensor, where: str
         return function(value)
     if type(value) in PLAIN or isinstance(value, (np.ndarray, np.generic)):
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            raise ValueError(f"{where or 'the object'} is an array of Python objects; a checkpoint holds numbers only")
+            raise ValueError(
+                f"{where or 'the object'} is an array of Python objects; a checkpoint holds "
+                "numbers only"
+            )
         return value
     if type(value) in (dict, OrderedDict):
-        result = type(value)((key, map_tensors(item, function, kind, f"{where}[{key!r}]")) for key, item in value.items())
-        if hasattr(value, "_metadata"):  # the versions that Module.state_dict leaves for Module.load_state_dict
+        result = type(value)(
+            (key, map_tensors(item, function, kind, f"{where}[{key!r}]"))
+            for key, item in value.items()
+        )
+        if hasattr(
+            value, "_metadata"
+        ):  # the versions that Module.state_dict leaves for Module.load_state_dict
             result._metadata = value._metadata
         return result
     if type(value) in (list, tuple, set):
-        return type(value)(map_tensors(item, function, kind, f"{where}[{i}]") for i, item in enumerate(value))
+        return type(value)(
+            map_tensors(item, function, kind, f"{where}[{i}]") for i, item in enumerate(value)
+        )
     raise ValueError(
         f"{where or 'the object'} is of type {type(value).__module__}.{type(value).__qualname__}; "
         "a checkpoint holds tensors and plain data only"
@@ -69,7 +94,8 @@ class _Host:
 
 
 def to_host(value, copy: bool = False, where: str = ""):
-    """`value` with every tensor on the host, contiguous, and with no more storage behind it than its own elements.
+    """`value` with every tensor on the host, contiguous, and with no more storage behind it than
+    its own elements.
 
     Args:
         copy: copy host tensors too, so that training may go on while the result is written.
@@ -98,14 +124,18 @@ def save_xser(value, path: str | Path, place: int = 0, places: int = 1) -> Diges
     """Writes `value` tensor by tensor.
 
     Args:
-        place, places: this rank's place among ranks that hold the same value. They share the tensors by size; the first
-            writes the rest.
+        place, places: this rank's place among ranks that hold the same value. They share the
+            tensors by size; the first writes the rest.
     """
     unique: list[torch.Tensor] = []
     references: dict[object, TensorReference] = {}
 
     def refer(tensor):
-        key = id(tensor) if tensor.device.type != "cpu" or not tensor.numel() else (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        key = (
+            id(tensor)
+            if tensor.device.type != "cpu" or not tensor.numel()
+            else (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        )
         if key not in references:
             references[key] = TensorReference(len(unique))
             unique.append(tensor)
@@ -128,9 +158,13 @@ def save_xser(value, path: str | Path, place: int = 0, places: int = 1) -> Diges
 
 
 def _share(tensors: list[torch.Tensor], place: int, places: int) -> list[int]:
-    """The numbers of the tensors that fall to `place`: each, the largest first, goes to the place with the least so far."""
+    """The numbers of the tensors that fall to `place`: each, the largest first, goes to the place
+    with the least so far.
+    """
     load, mine = [0] * places, []
-    for tid in sorted(range(len(tensors)), key=lambda i: -tensors[i].numel() * tensors[i].element_size()):
+    for tid in sorted(
+        range(len(tensors)), key=lambda i: -tensors[i].numel() * tensors[i].element_size()
+    ):
         least = load.index(min(load))
         load[least] += tensors[tid].numel() * tensors[tid].element_size()
         if least == place:
@@ -154,7 +188,11 @@ def load(path: str | Path, mmap: bool = False):
 
     if not is_xser(path):
         return value
-    return map_tensors(value, lambda item: resolve(item) if isinstance(item, TensorReference) else item, kind=(TensorReference, torch.Tensor))
+    return map_tensors(
+        value,
+        lambda item: resolve(item) if isinstance(item, TensorReference) else item,
+        kind=(TensorReference, torch.Tensor),
+    )
 
 
 def files_of(path: str | Path) -> list[Path]:

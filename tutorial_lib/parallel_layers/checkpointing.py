@@ -1,9 +1,10 @@
-"""Low-level `save` and `load`: one dict from each rank, without tags. `tutorial_lib.checkpoint` is built for more.
+"""Low-level `save` and `load`: one dict from each rank, without tags.
 
     <output_dir>/tp_rank_TT_pp_rank_PP[_dp_rank_DD]/checkpoint.pt
-    <output_dir>/tp_rank_TT_pp_rank_PP[_dp_rank_DD]  and  ….tensors/tensor_N.pt      with save_xser
 
-Files are those of `neuronx_distributed.parallel_layers.checkpointing`, each whole or absent.
+or, with `save_xser`, `<output_dir>/tp_rank_TT_pp_rank_PP[_dp_rank_DD]` and beside it
+`….tensors/tensor_N.pt`: the files of `neuronx_distributed.parallel_layers.checkpointing`, each
+whole or absent. `tutorial_lib.checkpoint` is built for more.
 """
 
 import os
@@ -21,7 +22,9 @@ from .sharding import partition_of
 
 def _path(folder: str, xser: bool, master_dp_only: bool) -> Path:
     place = my_place()
-    name = f"tp_rank_{place.tp:02d}_pp_rank_{place.pp:02d}" + ("" if master_dp_only else f"_dp_rank_{place.dp:02d}")
+    name = f"tp_rank_{place.tp:02d}_pp_rank_{place.pp:02d}" + (
+        "" if master_dp_only else f"_dp_rank_{place.dp:02d}"
+    )
     return Path(folder) / name if xser else Path(folder) / name / "checkpoint.pt"
 
 
@@ -66,7 +69,11 @@ def _to_bf16(value):
     def down(tensor: torch.Tensor) -> torch.Tensor:  # a tied tensor once
         if tensor.dtype != torch.float32:
             return tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.device.type == "cpu" and tensor.numel() else id(tensor)
+        key = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if tensor.device.type == "cpu" and tensor.numel()
+            else id(tensor)
+        )
         if key not in cast:
             cast[key] = tensor.detach().to(torch.bfloat16)
         return cast[key]
@@ -85,10 +92,12 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = True,
 ) -> dict | None:
-    """Loads what `save` wrote, tensors on the host, ranks of a node one at a time. Every rank calls it.
+    """Loads what `save` wrote, tensors on the host, ranks of a node one at a time. Every rank calls
+    it.
 
     Args:
-        chkpt_path: the folder; with `sharded=False` one file with the full weights, which each rank takes its part of.
+        chkpt_path: the folder; with `sharded=False` one file with the full weights, which each rank
+            takes its part of.
         model, model_or_optimizer: what to load into (`model` is the older name).
         model_key: the entry to load into it; None for the whole dict.
         load_xser, master_dp_only: as they were saved.
@@ -99,13 +108,19 @@ def load(
         The dict, without the entry that was loaded; None if that is all.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing, broken, of another model, or holds code; on every rank.
+        FileNotFoundError, ValueError: a file is missing, broken, of another model, or holds code;
+            on every rank.
     """
     if not weights_only:
-        raise ValueError("weights_only=False would run code from the file: only tensors and plain data are loaded")
+        raise ValueError(
+            "weights_only=False would run code from the file: only tensors and plain data are "
+            "loaded"
+        )
     target = model if model is not None else model_or_optimizer
     if not sharded and target is None:
-        raise ValueError("a checkpoint that is not sharded needs model_or_optimizer, to know each rank's part")
+        raise ValueError(
+            "a checkpoint that is not sharded needs model_or_optimizer, to know each rank's part"
+        )
     path = _path(chkpt_path, load_xser, master_dp_only) if sharded else Path(chkpt_path)
 
     def read() -> dict | None:
@@ -118,7 +133,9 @@ def load(
         if not sharded:
             state = get_sharded_model_dict(target, state)
         try:
-            target.load_state_dict(state, **({"strict": strict} if isinstance(target, nn.Module) else {}))
+            target.load_state_dict(
+                state, **({"strict": strict} if isinstance(target, nn.Module) else {})
+            )
         except (RuntimeError, KeyError, ValueError) as error:
             raise ValueError(f"{path} is of another model or optimizer: {error}") from error
         if model_key is None:
@@ -133,6 +150,10 @@ def get_sharded_model_dict(model: nn.Module, model_state_dict: dict) -> dict:
     """This rank's part of full weights, by the marks of the model's parameters."""
     rank, result = parallel_state.get_tensor_model_parallel_rank(), dict(model_state_dict)
     for name, parameter in model.state_dict(keep_vars=True).items():
-        if name in result and isinstance(parameter, torch.Tensor) and (partition := partition_of(parameter)) is not None:
+        if (
+            name in result
+            and isinstance(parameter, torch.Tensor)
+            and (partition := partition_of(parameter)) is not None
+        ):
             result[name] = partition.shard(result[name], rank)
     return result

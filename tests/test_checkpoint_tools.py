@@ -1,0 +1,374 @@
+"""The tools, on BERT and the stand-in: merge, split, reshard, convert, verify, inspect, and what
+they refuse.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig
+from transformers import BertForPreTraining as HuggingFaceBert
+
+from tests.standin import Standin, full_weights, same, state
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags, tensors
+from tutorial_lib.checkpoint.__main__ import main
+from tutorial_lib.checkpoint.architectures import layout_at
+from tutorial_lib.checkpoint.layout import Layout
+from tutorial_lib.checkpoint.reader import Reader
+from tutorial_lib.models.bert import BertForPreTraining
+from tutorial_lib.models.initialize import hugging_face_reference
+from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
+from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.sharding import Partition
+
+CONFIG = BertConfig(
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=12,
+    intermediate_size=48,
+    vocab_size=97,
+    max_position_embeddings=32,
+)
+
+
+def save_bert(folder, shard_vocabulary, use_xser=False):
+    torch.manual_seed(3)
+    model = BertForPreTraining(CONFIG, True, shard_vocabulary)
+    save_checkpoint(folder, "step_7", model, use_xser=use_xser)
+
+
+def reference():
+    torch.manual_seed(3)
+    return hugging_face_reference(HuggingFaceBert, CONFIG).eval()
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_merged_bert_is_hugging_faces(ranks, tmp_path, tp, use_xser):
+    ranks(save_bert, str(tmp_path / "run"), True, use_xser, world_size=tp, tp=tp)
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    merged, info = HuggingFaceBert.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected, merged = reference(), merged.eval()
+    assert same(state(merged), state(expected)), "the padding of the vocabulary is stripped"
+    ids = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        assert torch.equal(merged(ids).prediction_logits, expected(ids).prediction_logits)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 12])
+def test_split_and_merge_are_the_identity(tmp_path, tp):
+    reference().save_pretrained(tmp_path / "hf", max_shard_size="20kB")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    options = [
+        "--tp",
+        str(tp),
+        "--pad",
+        "--option",
+        "shard_mlp=true",
+        "--option",
+        "shard_vocabulary=true",
+    ]
+    assert main(["split", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), *options]) == 0
+    assert main(["verify", str(tmp_path / "run" / "step_0")]) == 0
+    reader = Reader(tags.latest(tmp_path / "run"))
+    assert [int(file.name[19:21]) for file in reader.files()] == list(range(tp)), (
+        "rank 10 comes after 9"
+    )
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    original = {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        original |= load_file(file)
+    assert same(load_file(tmp_path / "merged" / "model.safetensors"), original)
+
+
+def load_bert(folder, tag):
+    model = BertForPreTraining(CONFIG, True, True)
+    load_checkpoint(folder, tag, model)
+    return state(model)
+
+
+def fresh_bert():
+    torch.manual_seed(3)
+    return state(BertForPreTraining(CONFIG, True, True))
+
+
+def test_reshard_4_2_1(ranks, tmp_path):
+    folder = tmp_path / "run"
+    ranks(save_bert, str(folder), True, world_size=4, tp=4)
+    assert main(["reshard", f"{folder}/step_7", f"{folder}/two", "--tp", "2"]) == 0
+    assert main(["reshard", f"{folder}/two", f"{folder}/one", "--tp", "1", "--xser"]) == 0
+    for tag, tp in (("two", 2), ("one", 1), ("step_7", 2), ("one", 4)):
+        for found, expected in zip(
+            ranks(load_bert, str(folder), tag, world_size=tp, tp=tp),
+            ranks(fresh_bert, world_size=tp, tp=tp),
+        ):
+            assert same(found, expected)
+
+
+def zero1(model):
+    groups = [
+        {"params": [model.norm, model.scale], "weight_decay": 0.0},
+        {"params": [model.embed, model.gate_up, model.down, model.qkv]},
+    ]
+    return NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.05, grad_clipping=False)
+
+
+def zero_start(folder, dtype, **options):
+    model = Standin(dtype)
+    optimizer = zero1(model)
+    for step in range(3):
+        model.train_step(optimizer, step)
+    save_checkpoint(folder, "step_3", model, optimizer, user_content={"global_step": 3}, **options)
+    for step in range(3, 8):
+        model.train_step(optimizer, step)
+    return state(model), masters(optimizer)
+
+
+def masters(optimizer):
+    return {str(k): v.clone() for k, v in optimizer.state_dict()["sharded_master_weights"].items()}
+
+
+def zero_resume(folder, tag, dtype):
+    model = Standin(dtype)
+    optimizer = zero1(model)
+    assert load_checkpoint(folder, tag, model, optimizer, restore_random_state=False) == {
+        "global_step": 3
+    }
+    for step in range(3, 8):
+        model.train_step(optimizer, step)
+    return state(model), masters(optimizer)
+
+
+def zero_straight(dtype):
+    model = Standin(dtype)
+    optimizer = zero1(model)
+    for step in range(8):
+        model.train_step(optimizer, step)
+    return state(model), masters(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_xser": True}, {"async_save": True}], ids=["plain", "xser", "async"]
+)
+def test_zero1_resume_is_exact(ranks, tmp_path, dtype, options):
+    before = ranks(zero_start, str(tmp_path), dtype, world_size=4, tp=2, **options)
+    after = ranks(zero_resume, str(tmp_path), None, dtype, world_size=4, tp=2)
+    for (weights, master), (again, resumed) in zip(before, after):
+        assert same(weights, again) and same(master, resumed)
+    assert len(list((tmp_path / "step_3" / "optim").glob("dp_rank_*.pt"))) == (
+        8 if "use_xser" in options else 4
+    )
+
+
+# The tool is not told that two key/value rows are shared by four ranks: the stand-in has no
+# configuration.
+@pytest.mark.parametrize(
+    ("world_size", "tp", "tool"),
+    [
+        (2, 1, False),
+        (4, 4, False),
+        (2, 2, False),
+        (1, 1, False),
+        (2, 1, True),
+        (2, 2, True),
+        (1, 1, True),
+    ],
+)
+def test_zero1_at_another_mesh(ranks, tmp_path, world_size, tp, tool):
+    dtype, tag = torch.bfloat16, "step_3"
+    ranks(zero_start, str(tmp_path), dtype, world_size=4, tp=2)
+    if tool:
+        tag = "other"
+        options = ["--tp", str(tp), "--dp", str(world_size // tp)]
+        assert main(["reshard", f"{tmp_path}/step_3", f"{tmp_path}/other", *options]) == 0
+        assert main(["verify", f"{tmp_path}/other"]) == 0
+    found = ranks(zero_resume, str(tmp_path), tag, dtype, world_size=world_size, tp=tp)
+    for (weights, master), (again, expected) in zip(
+        found, ranks(zero_straight, dtype, world_size=world_size, tp=tp)
+    ):
+        assert same(weights, again) and same(master, expected)
+
+
+def plain_from_zero(folder):
+    model = Standin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    load_checkpoint(folder, None, model, optimizer, restore_random_state=False)
+
+
+def test_another_kind_of_optimizer(ranks, tmp_path):
+    ranks(zero_start, str(tmp_path), torch.float32, world_size=2, tp=2)
+    with pytest.raises(ValueError, match="group"):
+        ranks(plain_from_zero, str(tmp_path), world_size=2, tp=2)
+
+
+def test_convert_there_and_back(ranks, tmp_path):
+    ranks(zero_start, f"{tmp_path}/run", torch.float32, world_size=4, tp=2)
+    assert main(["convert", f"{tmp_path}/run", f"{tmp_path}/xser/step_3", "--to", "xser"]) == 0
+    assert main(["convert", f"{tmp_path}/xser", f"{tmp_path}/plain/step_3", "--to", "plain"]) == 0
+    for kind in ("xser", "plain"):
+        assert main(["verify", f"{tmp_path}/{kind}"]) == 0
+        for file in Reader(tags.latest(tmp_path / "run")).files():
+            one = tensors.load(file)
+            other = tensors.load(
+                tmp_path / kind / "step_3" / file.relative_to(tmp_path / "run" / "step_3")
+            )
+            assert_same_object(one, other)
+    weights = tensors.load(
+        tmp_path / "plain" / "step_3" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    )
+    assert weights["embed"].data_ptr() == weights["head"].data_ptr(), "tied stays stored once"
+
+
+def assert_same_object(one, other):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_object(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other):
+            assert_same_object(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    else:
+        assert one == other
+
+
+def save_standin(folder, drift=False):
+    model = Standin()
+    if drift and parallel_state.get_tensor_model_parallel_rank() == 3:
+        with torch.no_grad():
+            model.norm[0] += 1e-6
+            model.qkv[-1] += 1e-6
+    save_checkpoint(folder, "step_1", model)
+
+
+def test_fused_and_shared_weights_merge(ranks, tmp_path):
+    for tp in (1, 2, 4):
+        ranks(save_standin, f"{tmp_path}/{tp}", world_size=tp, tp=tp)
+        assert main(["merge", f"{tmp_path}/{tp}", f"{tmp_path}/{tp}.safetensors"]) == 0
+        assert same(
+            load_file(tmp_path / f"{tp}.safetensors"),
+            full_weights() | {"positions": torch.arange(4)},
+        )
+
+
+def test_verify_names_what_is_wrong(ranks, tmp_path, capsys):
+    ranks(save_standin, str(tmp_path), True, world_size=4, tp=4)
+    assert main(["verify", str(tmp_path)]) == 1
+    found = capsys.readouterr().out
+    assert "norm is replicated and differs between ranks 0 and 3" in found
+    assert "qkv: rows from 7 are shared and differ on rank 3" in found
+    shard = tmp_path / "step_1" / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"
+    os.truncate(shard, 100)
+    (tmp_path / "step_1" / "model" / "stray.pt").write_text("")
+    assert main(["verify", str(tmp_path)]) == 1
+    found = capsys.readouterr().out
+    assert f"{shard} has 100 bytes" in found and "stray.pt does not belong" in found
+    os.remove(shard)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert f"missing     model/{shard.name}" in capsys.readouterr().out
+
+
+def test_inspect(ranks, tmp_path, capsys):
+    ranks(zero_start, str(tmp_path), torch.bfloat16, world_size=4, tp=2)
+    os.makedirs(tmp_path / "step_9.incomplete")
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "step_3: complete, step 3 (latest)", "step_9.incomplete: incomplete", "world 4, tp 2, dp 2",
+        "Standin, 177 elements in 7 tensors (6 bfloat16, 1 int64)", "embed = head", "ZeRO-1 in 2 "
+        "shards",
+        "gate_up    16×4 bfloat16, cut along dim 0, 2 fused",
+    ):  # fmt: skip
+        assert words in out, out
+
+
+@pytest.mark.parametrize("command", ["merge", "reshard", "convert", "split"])
+def test_never_over_something(ranks, tmp_path, capsys, command):
+    ranks(save_bert, f"{tmp_path}/run", True, world_size=1, tp=1)
+    source, options = (
+        f"{tmp_path}/run/step_7",
+        {"reshard": ["--tp", "1"], "convert": ["--to", "xser"], "split": ["--tp", "1"]},
+    )
+    if command == "split":
+        source = f"{tmp_path}/hf"
+        reference().save_pretrained(source)
+    before = {p: p.stat().st_mtime_ns for p in Path(source).rglob("*")}
+    for output in (source, f"{source}/inside"):
+        assert main([command, source, output, *options.get(command, [])]) == 1
+        assert "choose another place" in capsys.readouterr().err
+    os.makedirs(tmp_path / "full" / "of")
+    assert main([command, source, f"{tmp_path}/full", *options.get(command, [])]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert before == {p: p.stat().st_mtime_ns for p in Path(source).rglob("*")}
+
+
+def _break(folder: Path, kind: str) -> None:
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    if kind == "foreign":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "resnet"}))
+    elif kind == "pickle":
+        weights.rename(folder / "pytorch_model.bin")
+    elif kind == "truncated":
+        os.truncate(weights, weights.stat().st_size - 10)
+    elif kind in ("lacks", "excess"):
+        content = load_file(weights)
+        if kind == "lacks":
+            del content["bert.pooler.dense.bias"]
+        else:
+            content["new"] = torch.ones(1)
+        save_file(content, weights)
+    elif kind == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "words"),
+    [
+        ("foreign", 1, "model_type 'resnet' is not one of"),
+        ("pickle", 1, "pytorch_model.bin is a pickle"),
+        ("truncated", 1, "model.safetensors is truncated"),
+        ("lacks", 1, "holds no tensor bert.pooler.dense.bias"),
+        ("excess", 1, "it has new in excess"),
+        ("empty", 1, "config.json is missing"),
+        ("fine", 5, "at tensor-parallel size 5"),
+    ],
+)
+def test_split_refuses(tmp_path, capsys, kind, tp, words):
+    reference().save_pretrained(tmp_path / "hf")
+    _break(tmp_path / "hf", kind)
+    assert main(["split", str(tmp_path / "hf"), str(tmp_path / "run" / "t"), "--tp", str(tp)]) == 1
+    assert words in capsys.readouterr().err
+    assert tags.complete(tmp_path / "run") == []
+
+
+def test_reshard_refuses_a_degree(ranks, tmp_path, capsys):
+    ranks(save_bert, f"{tmp_path}/run", True, world_size=1, tp=1)
+    for options, words in (
+        (["8", "--pad"], "12 attention heads are not divisible by 8"),
+        (["2"], "--pad"),
+        (["0"], "at least 1"),
+    ):
+        assert main(["reshard", f"{tmp_path}/run", f"{tmp_path}/out/t", "--tp", *options]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_heads_that_ranks_share():
+    layout = Layout((8, 4), torch.float32, Partition(0, (4, 2, 2), 1))
+    assert layout.at(4, heads=(4, 2, 2)).partition.replicas == (1, 2, 2)
+    assert layout.at(4, heads=(4, 2, 2)).at(2, heads=(4, 2, 2)) == layout.at(2)
+    llama = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert layout_at("x.qkv_proj.weight", layout, 4, llama).partition.replicas == (1, 2, 2)
+    with pytest.raises(ValueError, match="4 attention heads are not divisible by 3"):
+        layout_at("x.qkv_proj.weight", layout, 3, llama)
+    with pytest.raises(ValueError, match="padded"):
+        Layout((6, 4), torch.float32, Partition(0, (6,), 4, pad=2)).at(2, heads=(3,))

@@ -1,0 +1,82 @@
+"""`merge`: the shards of a checkpoint into one safetensors file, or a folder that Hugging Face's
+`from_pretrained` opens.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from .architectures import Architecture, architecture_of, pieces
+from .layout import Layout
+from .reader import Reader
+from .stream import SafetensorsSink, form
+from .tools import check_output, described, open_checkpoint, progress
+
+
+def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
+    """Merges the weights of a checkpoint.
+
+    Args:
+        source: a checkpoint, or a folder of them: the latest.
+        output: a file that ends in `.safetensors`, or a folder to be.
+        names: `huggingface`, `own`, or `auto`: Hugging Face's for a folder.
+
+    Returns:
+        The safetensors file.
+
+    Raises:
+        ValueError, FileNotFoundError, FileExistsError: see `tools`; an architecture that is not
+            known, a broken file.
+    """
+    reader = described(open_checkpoint(source))
+    output = check_output(output, source, reader.path)
+    is_file = output.suffix == ".safetensors"
+    theirs = names == "huggingface" or (names == "auto" and not is_file)
+    architecture = architecture_of(reader.metadata["config"]) if theirs else Architecture("")
+    layouts = _once(reader)
+    target = output if is_file else output / "model.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sink = SafetensorsSink(_forms(reader, layouts, architecture), target)
+    for name, layout in progress(layouts.items(), "merge"):
+        full, theirs_of = reader.full(name, layout), architecture.names(name)
+        if len(theirs_of) == 1:
+            sink.put(theirs_of[0], full)
+            continue
+        for their, start, length in pieces(layout, theirs_of):
+            sink.put(their, full.narrow(layout.partition.dim, start, length))
+    sink.close()
+    if not is_file:
+        _write_config(reader, output)
+    return target
+
+
+def _once(reader: Reader) -> dict[str, Layout]:
+    """Each tensor once: of tied ones the first, under which Hugging Face looks for it."""
+    others = {name for group in reader.metadata["tied"] for name in group[1:]}
+    return {name: layout for name, layout in reader.layouts.items() if name not in others}
+
+
+def _forms(
+    reader: Reader, layouts: dict[str, Layout], architecture: Architecture
+) -> dict[str, torch.Tensor]:
+    forms = {}
+    for name, layout in layouts.items():
+        names = architecture.names(name)
+        if len(names) == 1:
+            forms[names[0]] = form(layout.shape, layout.dtype)
+            continue
+        for their, _, length in pieces(layout, names):
+            shape = list(layout.shape)
+            shape[layout.partition.dim] = length
+            forms[their] = form(shape, layout.dtype)
+    return forms
+
+
+def _write_config(reader: Reader, output: Path) -> None:
+    config = dict(reader.metadata["config"])
+    config["architectures"] = config.get("architectures") or [reader.metadata["architecture"]]
+    aside = output / "config.json.part"
+    aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.replace(aside, output / "config.json")

@@ -1,0 +1,178 @@
+"""`reshard`: a checkpoint at another tensor-parallel and data-parallel degree, optimizer state and
+masters with it.
+"""
+
+from pathlib import Path
+
+import torch
+
+from ..optimizer.shards import shard_length, take_shard
+from .architectures import layout_at
+from .layout import METADATA, Layout, to_json, write_metadata
+from .optimizer_state import MASTER, SavedOptimizer
+from .ranks import shard_name
+from .reader import Reader
+from .stream import form, sink
+from .tensors import Digests, is_xser
+from .tools import (
+    check_output,
+    copy_objects,
+    described,
+    open_checkpoint,
+    progress,
+    write_checkpoint,
+)
+
+
+def reshard(
+    source: str | Path,
+    output: str | Path,
+    tp: int,
+    dp: int | None = None,
+    xser: bool | None = None,
+    pad: bool = False,
+) -> None:
+    """Writes a checkpoint at other degrees.
+
+    Random states belong to ranks that are no more, and are left out unless the mesh is the same.
+
+    Args:
+        source: a checkpoint, or a folder of them: the latest.
+        output: the checkpoint to be, `<folder>/<tag>`.
+        tp: tensor-parallel size.
+        dp: data-parallel size, which matters for the shards of ZeRO-1; by default as before.
+        xser: tensor by tensor; by default as before.
+        pad: pad a vocabulary that `tp` does not divide and that was not padded before.
+
+    Raises:
+        ValueError: a degree that does not fit, with the tensor and the numbers. For others see
+            `tools`.
+    """
+    reader = described(open_checkpoint(source))
+    output = check_output(output, source, reader.path)
+    dp = reader.mesh["dp"] if dp is None else dp
+    if min(tp, dp) < 1:
+        raise ValueError(f"degrees must be at least 1: tensor-parallel {tp}, data-parallel {dp}")
+    xser = is_xser(reader.model_file(0)) if xser is None else xser
+    config = reader.metadata["config"]
+    targets = {
+        name: layout_at(name, layout, tp, config, pad) for name, layout in reader.layouts.items()
+    }
+    mesh = {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
+
+    def write(aside: Path) -> Digests:
+        written = {aside / METADATA: _metadata(reader, aside, targets, mesh)}
+        written |= _weights(reader, targets, aside, tp, xser)
+        if (reader.path / "optim").is_dir():
+            written |= _Optimizer(reader, targets, tp, dp).write(aside, xser)
+        names = ["scheduler.pt", "user_content.pt"] + (
+            ["random_state.pt"] if mesh == reader.mesh else []
+        )
+        return written | copy_objects(reader, aside, names)
+
+    write_checkpoint(output, reader.step, mesh, write)
+
+
+def _metadata(reader: Reader, aside: Path, targets: dict[str, Layout], mesh: dict):
+    return write_metadata(aside, {**reader.metadata, "mesh": mesh, "model": to_json(targets)})
+
+
+def _weights(
+    reader: Reader, targets: dict[str, Layout], aside: Path, tp: int, xser: bool
+) -> Digests:
+    first = {name: group[0] for group in reader.metadata["tied"] for name in group}
+    forms, sinks, written = [], [], {}
+    for rank in range(tp):
+        mine = {
+            n: form(t.local_shape(), t.dtype) for n, t in targets.items() if first.get(n, n) == n
+        }
+        forms.append(mine)
+        value = {name: mine[first.get(name, name)] for name in targets}
+        sinks.append(sink(value, aside / "model" / shard_name(0, rank), xser))
+    for name in progress(forms[0], "weights"):
+        full = reader.full(name, reader.layouts[name])
+        for rank in range(tp):
+            sinks[rank].put(forms[rank][name], targets[name].cut(full, rank))
+    for each in sinks:
+        written |= each.close()
+    return written
+
+
+class _Optimizer:
+    """The optimizer's state of a checkpoint on its way to other degrees."""
+
+    def __init__(self, reader: Reader, targets: dict[str, Layout], tp: int, dp: int):
+        self._saved, self._targets, self._tp = SavedOptimizer(reader), targets, tp
+        self._places = dp if self._saved.zero1 else 1
+        self._head = reader.lazy(reader.optimizer_file(0, 0)).value
+
+    def write(self, aside: Path, xser: bool) -> Digests:
+        forms, sinks, written = {}, {}, {}
+        for tp in range(self._tp):
+            for dp in range(self._places):
+                value, forms[tp, dp] = self._lay_out(dp)
+                sinks[tp, dp] = sink(value, aside / "optim" / shard_name(dp, tp), xser)
+        for name in progress(self._saved.names, "optimizer"):
+            for field in self._saved.fields(name):
+                full = self._saved.full(name, field)
+                for (tp, dp), each in sinks.items():
+                    if (name, field) in forms[tp, dp]:
+                        each.put(forms[tp, dp][name, field], self._part(full, name, tp, dp))
+        for each in sinks.values():
+            written |= each.close()
+        return written
+
+    def _part(self, full: torch.Tensor, name: str, tp: int, dp: int) -> torch.Tensor:
+        if full.dim() == 0 and self._targets[name].shape:
+            return full  # a step count and the like
+        part = self._targets[name].cut(full, tp)
+        return take_shard(part, dp, self._places, part.dtype) if self._saved.zero1 else part
+
+    def _form(self, name: str, entry: torch.Tensor) -> torch.Tensor:
+        local = torch.Size(self._targets[name].local_shape())
+        if entry.dim() == 0 and (local or not self._saved.zero1):
+            return form((), entry.dtype)
+        return form(
+            (shard_length(local.numel(), self._places),) if self._saved.zero1 else local,
+            entry.dtype,
+        )
+
+    def _lay_out(self, dp: int) -> tuple[dict, dict[tuple[str, str], torch.Tensor]]:
+        """One shard's state dict with forms for tensors, and these forms by parameter and field."""
+        forms, state, masters = {}, {}, {}
+        for number, name in enumerate(self._saved.names):
+            for field in self._saved.fields(name):
+                entry = self._saved.entry(name, field)
+                if isinstance(entry, torch.Tensor):
+                    entry = forms[name, field] = self._form(name, entry)
+                if field == MASTER:
+                    masters[number] = entry
+                else:
+                    state.setdefault(number, {})[field] = entry
+        value = {**self._head, "base_state" if self._saved.zero1 else "state": state}
+        if self._saved.zero1:
+            value |= {
+                "sharding": {"rank": dp, "size": self._places},
+                "shape_info": self._shape_info(),
+            }
+            value |= {MASTER: masters} if masters else {}
+        return value, forms
+
+    def _shape_info(self) -> dict:
+        info = {}
+        for number, name in enumerate(self._saved.names):
+            old = self._head["shape_info"][number]
+            shape = list(self._targets[name].local_shape())
+            numel = torch.Size(shape).numel()
+            padding = shard_length(numel, self._places) * self._places - numel
+            parts = (
+                {"num_partitions": self._tp}
+                if isinstance(old, dict) and old.get("num_partitions", -1) > 0
+                else {}
+            )
+            info[number] = (
+                {**old, "shape": shape, "padding": padding, **parts}
+                if isinstance(old, dict)
+                else shape
+            )
+        return info

@@ -1,0 +1,173 @@
+"""`split`: the weights of a Hugging Face folder, of one file or several, into the shards of a
+checkpoint.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from .architectures import architecture_of, describe_model, layout_at, pieces
+from .layout import METADATA, Layout, to_json, write_metadata
+from .ranks import shard_name
+from .stream import form, sink
+from .tensors import Digests
+from .tools import check_output, progress, write_checkpoint
+
+
+class HuggingFaceFolder:
+    """The tensors of a folder that `save_pretrained` wrote, by name, one at a time.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: weights that are a pickle; a broken file.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder)
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(f"{self.path / 'config.json'} is missing")
+        self.config = json.loads((self.path / "config.json").read_text())
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if index.is_file():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        elif single.is_file():
+            files = {single.name}
+        else:
+            other = ", ".join(p.name for p in self.path.glob("*.bin"))
+            raise FileNotFoundError(
+                f"{single} is missing"
+                + (f" ({other} is a pickle, which is not opened)" if other else "")
+            )
+        self._file = {}
+        for name in sorted(files):
+            try:
+                with safe_open(self.path / name, "pt") as file:
+                    self._file |= dict.fromkeys(file.keys(), self.path / name)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{self.path / name} is missing") from error
+            except (
+                Exception
+            ) as error:  # safetensors has an error class of its own, not a built-in one
+                raise ValueError(
+                    f"{self.path / name} is truncated or no safetensors file: {error}"
+                ) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def names(self) -> set[str]:
+        return set(self._file)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._file:
+            raise ValueError(f"{self.path} holds no tensor {name}: it is of another model")
+        with safe_open(self._file[name], "pt") as file:
+            return file.get_tensor(name)
+
+
+def split(
+    source: str | Path,
+    output: str | Path,
+    tp: int,
+    xser: bool = False,
+    pad: bool = False,
+    **options,
+) -> None:
+    """Splits the weights of a Hugging Face folder into a checkpoint, which `load_checkpoint` and
+    the tools open.
+
+    Args:
+        source: the folder.
+        output: the checkpoint to be, `<folder>/<tag>`.
+        tp: tensor-parallel size.
+        xser: tensor by tensor.
+        pad: pad a vocabulary that `tp` does not divide.
+        options: arguments of the parallel model's class, such as `shard_vocabulary=True`.
+
+    Raises:
+        ValueError: a degree that does not fit, an unknown architecture or option, missing or
+            surplus tensors.
+    """
+    folder = HuggingFaceFolder(source)
+    output = check_output(output, source)
+    architecture = architecture_of(folder.config)
+    own, ties = describe_model(folder.config, options)
+    tied = {name: group for group in ties for name in group}
+    origin = {}
+    for name in own:  # under which name the folder has it
+        group = tied.get(name, [name])
+        origin[name] = next(
+            (n for n in group if all(t in folder for t in architecture.names(n))), group[0]
+        )
+    used = {theirs for name in origin.values() for theirs in architecture.names(name)}
+    used |= {theirs for group in ties for name in group for theirs in architecture.names(name)}
+    if surplus := sorted(folder.names() - used):
+        raise ValueError(
+            f"{folder.path} is of another model: it has {', '.join(surplus[:3])} in excess"
+        )
+    layouts = {
+        name: layout_at(name, layout, tp, folder.config, pad) for name, layout in own.items()
+    }
+
+    def write(aside: Path) -> Digests:
+        dtypes = {
+            name: folder.tensor(architecture.names(origin[name])[0]).dtype for name in layouts
+        }
+        final = {name: replace(layout, dtype=dtypes[name]) for name, layout in layouts.items()}
+        forms, sinks = [], []
+        for rank in range(tp):
+            mine = {
+                name: form(layout.local_shape(), layout.dtype)
+                for name, layout in final.items()
+                if name == _first(tied, name)
+            }
+            mine |= {name: mine[_first(tied, name)] for name in final}
+            forms.append(mine)
+            sinks.append(
+                sink(
+                    {name: mine[name] for name in final},
+                    aside / "model" / shard_name(0, rank),
+                    xser,
+                )
+            )
+        for name in progress([n for n in final if n == _first(tied, n)], "split"):
+            full = _full(folder, architecture.names(origin[name]), final[name])
+            for mine, each in zip(forms, sinks):
+                each.put(mine[name], final[name].cut(full, sinks.index(each)))
+        mesh = {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}
+        metadata = {
+            "mesh": mesh,
+            "architecture": architecture.model.partition(":")[2],
+            "config": folder.config,
+            "model": to_json(final),
+            "tied": ties,
+            "optimizer": None,
+        }
+        written = {aside / METADATA: write_metadata(aside, metadata)}
+        for each in sinks:
+            written |= each.close()
+        return written
+
+    write_checkpoint(output, None, {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}, write)
+
+
+def _first(tied: dict[str, list[str]], name: str) -> str:
+    return tied.get(name, [name])[0]
+
+
+def _full(folder: HuggingFaceFolder, names: tuple[str, ...], layout: Layout) -> torch.Tensor:
+    if len(names) == 1:
+        full = folder.tensor(names[0])
+    else:
+        full = torch.empty(layout.shape, dtype=layout.dtype)
+        for name, start, length in pieces(layout, names):
+            full.narrow(layout.partition.dim, start, length).copy_(folder.tensor(name))
+    if tuple(full.shape) != layout.shape:
+        raise ValueError(
+            f"{folder.path}: {', '.join(names)} has shape {tuple(full.shape)}, {layout.shape} was "
+            "expected"
+        )
+    return full

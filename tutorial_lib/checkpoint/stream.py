@@ -1,0 +1,163 @@
+"""Files that are filled tensor by tensor, so that memory holds one of them whatever the file's
+size.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from .files import Digest, TensorReference, digest_of, write_object
+from .lazy import LazyFile
+from .tensors import Digests, info_file, map_tensors, tensor_file, tensors_folder
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def form(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without data: what a file is laid out by."""
+    with FakeTensorMode():
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _check(tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    assert tensor.shape == expected.shape and tensor.dtype == expected.dtype, (
+        tensor.shape,
+        tensor.dtype,
+        expected,
+    )
+
+
+class PlainSink:
+    """A file as `tensors.save_plain` writes it, laid out for `value` and filled by `put`.
+
+    Args:
+        value: the object, with a `form` for each tensor; one that occurs twice is stored once.
+    """
+
+    def __init__(self, value, path: Path):
+        self._path, self._aside = path, path.with_name(path.name + ".part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # torch's own way to lay a file out first and fill it later (its note "Serialization
+        # semantics").
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(value, self._aside)
+        forms: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        map_tensors(value, lambda tensor: forms.append(tensor) or tensor)
+        map_tensors(LazyFile(self._aside).value, lambda tensor: places.append(tensor) or tensor)
+        self._offsets = {
+            id(tensor): place.untyped_storage()._checkpoint_offset
+            for tensor, place in zip(forms, places, strict=True)
+            if place.numel()
+        }
+        self._forms = forms  # so that their ids stay theirs
+        self._file = open(self._aside, "r+b")
+
+    def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fills in the tensor of that form."""
+        _check(tensor, expected)
+        if tensor.numel():
+            self._file.seek(self._offsets[id(expected)])
+            self._file.write(_bytes(tensor))
+
+    def close(self) -> Digests:
+        """The file takes its name; returns its digest."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._aside, self._path)
+        return {self._path: digest_of(self._path)}
+
+
+class XserSink:
+    """Files as `tensors.save_xser` writes them, filled by `put`."""
+
+    def __init__(self, value, path: Path):
+        self._path, self._tids, self._info = path, {}, {}
+        tensors_folder(path).mkdir(parents=True, exist_ok=True)
+        self._written: Digests = {}
+        self._value = value
+        self._skeleton = map_tensors(value, self._refer)
+
+    def _refer(self, tensor: torch.Tensor) -> TensorReference:
+        tid = self._tids.setdefault(id(tensor), len(self._tids))
+        self._info[tid] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "expert_model_parallel": False,
+        }
+        return TensorReference(tid)
+
+    def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Writes the tensor of that form."""
+        _check(tensor, expected)
+        file = tensor_file(self._path, self._tids[id(expected)])
+        self._written[file] = write_object(tensor.contiguous(), file)
+
+    def close(self) -> Digests:
+        """Writes the object around the tensors; returns the digests of all files."""
+        self._written[info_file(self._path)] = write_object(self._info, info_file(self._path))
+        self._written[self._path] = write_object(self._skeleton, self._path, references=True)
+        return self._written
+
+
+class SafetensorsSink:
+    """One safetensors file: the length of a JSON header, the header, then the tensors' bytes in its
+    order.
+    """
+
+    def __init__(self, forms: dict[str, torch.Tensor], path: Path):
+        self._path, self._aside = path, path.with_name(path.name + ".part")
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        self._offsets = {}
+        for name, expected in forms.items():
+            start, end = end, end + expected.numel() * expected.element_size()
+            dtype = SAFETENSORS_NAMES[expected.dtype]
+            header[name] = {
+                "dtype": dtype,
+                "shape": list(expected.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in forms}
+        self._forms = forms
+        self._file = open(self._aside, "wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Fills in one tensor."""
+        _check(tensor, self._forms[name])
+        self._file.seek(self._offsets[name])
+        self._file.write(_bytes(tensor))
+
+    def close(self) -> Digest:
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._aside, self._path)
+        return digest_of(self._path)
+
+
+def sink(value, path: Path, xser: bool) -> PlainSink | XserSink:
+    return (XserSink if xser else PlainSink)(value, path)

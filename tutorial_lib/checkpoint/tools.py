@@ -1,0 +1,92 @@
+"""What the tools share: opening a checkpoint by its path, writing a new one whole or not at all,
+and progress.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from . import tags
+from .files import write_object
+from .reader import Reader
+from .tensors import Digests
+
+
+def find(path: str | Path) -> tags.Complete:
+    """The complete checkpoint at `path`, or the latest one in the folder `path`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    if (path / tags.DONE).is_file() or (path / "model").is_dir() or (path / "optim").is_dir():
+        return tags.find(path.parent, path.name)
+    try:
+        return tags.latest(path)
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
+
+
+def open_checkpoint(path: str | Path) -> Reader:
+    return Reader(find(path))
+
+
+def described(reader: Reader) -> Reader:
+    """The reader, if its checkpoint says how its tensors are cut.
+
+    Raises:
+        ValueError: it was written by another library, which does not.
+    """
+    if reader.layouts is None:
+        raise ValueError(
+            f"{reader.path} has no metadata.json, so that nobody knows how its tensors are cut: "
+            "load it into its model "
+            "and save it from there"
+        )
+    if reader.pp > 1:
+        raise ValueError(
+            f"{reader.path} has pipeline-parallel size {reader.pp}; only size 1 is merged or cut "
+            "anew"
+        )
+    return reader
+
+
+def check_output(output: str | Path, *inputs: str | Path) -> Path:
+    """The output as a path.
+
+    Raises:
+        ValueError: it is, or lies in, one of the inputs.
+        FileExistsError: it exists. Nothing is ever written over.
+    """
+    output = Path(output)
+    for source in inputs:
+        if (
+            output.resolve() == Path(source).resolve()
+            or Path(source).resolve() in output.resolve().parents
+        ):
+            raise ValueError(f"{output} is the input or lies in it: choose another place")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{output} exists already: choose another place")
+    return output
+
+
+def write_checkpoint(
+    output: Path, step: int | None, mesh: dict[str, int], write: Callable[[Path], Digests]
+) -> None:
+    """Lets `write(aside)` fill a folder and publishes it as the checkpoint `output`."""
+    if output.is_dir():
+        output.rmdir()  # `check_output` has seen that it is empty
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = tags.begin(output.parent, tags.check_tag(output.name))
+    files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
+    tags.publish(aside, step, files, mesh)
+
+
+def copy_objects(source: Reader, aside: Path, names: Iterable[str]) -> Digests:
+    """Copies the small files that are there."""
+    return {aside / n: write_object(source.object(n), aside / n) for n in names if source.has(n)}
+
+
+def progress(items, what: str):
+    return tqdm(items, desc=what, unit="tensor", leave=True)
