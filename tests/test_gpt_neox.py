@@ -7,7 +7,13 @@ from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
 from tutorial_lib.models.full_weights import full_tensors, load_full_tensors
-from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM, ParallelAttention, make_config, parameter_count
+from tutorial_lib.models.gpt_neox import (
+    GPTNeoXForCausalLM,
+    ParallelAttention,
+    layer_activation_bytes,
+    make_config,
+    parameter_count,
+)
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.parallel_layers import parallel_state
@@ -15,6 +21,7 @@ from tutorial_lib.parallel_layers.consistency import check_replicated, find_drif
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
+from tutorial_lib.training.memory import SavedActivations
 
 from .parity import assert_same, train_alone, train_together
 
@@ -301,3 +308,22 @@ def counted(preset, changes):
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
         assert ranks(counted, preset, changes, world_size=tp, tp=tp) == [parameter_count(make_config(preset, tp, **changes), tp)] * tp
+
+
+def saved_by_a_layer(preset, dtype, sequence_parallel, batch=2, length=128):
+    tp_size = parallel_state.get_tensor_model_parallel_size()
+    cfg = make_config(preset, tp_size)
+    model = GPTNeoXForCausalLM(cfg, sequence_parallel).to(dtype)
+    shape = (length // tp_size, batch) if sequence_parallel else (batch, length)
+    hidden = torch.randn(*shape, cfg.hidden_size, dtype=dtype, requires_grad=True)
+    angles = model.gpt_neox.rotary_emb(hidden, torch.arange(length)[None])
+    with SavedActivations(model, angles) as saved:
+        model.gpt_neox.layers[0](hidden, position_embeddings=angles)
+    return saved.nbytes, layer_activation_bytes(cfg, batch, length, tp_size, sequence_parallel, dtype.itemsize)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_activations_in_closed_form(ranks, dtype, sequence_parallel):
+    for measured, expected in ranks(saved_by_a_layer, "small", dtype, sequence_parallel, world_size=4, tp=4):
+        assert measured == pytest.approx(expected, rel=0.02)

@@ -61,6 +61,25 @@ def parameter_count(config: GPTNeoXConfig, tp_size: int) -> int:
     return config.num_hidden_layers * layer + tables * -(-config.vocab_size // tp) * hidden + 2 * hidden
 
 
+def layer_activation_bytes(
+    config: GPTNeoXConfig, batch: int, length: int, tp_size: int, sequence_parallel: bool, element: int = 4
+) -> float:
+    """What one layer saves on one rank for its backward pass, without padding mask and dropout, in closed form.
+
+    In 2-byte elements about `SBH (6 + 24/T)` bytes, and with sequence parallel `SBH (6/T + 24/T)`. Korthikanti et al. (2022,
+    equations 2 and 4) have `SBH (10 + 24/T + 5NS/(HT))`: their 10 holds two norms with an input each (here both see the same,
+    so 2 less) and two dropout masks (2 less), and the last term is attention scores, which the attention kernel computes anew.
+
+    Args:
+        element: bytes of a number.
+    """
+    hidden, tokens, tp = config.hidden_size, batch * length, tp_size
+    norms = 3 * hidden * element + 2 * 2 * 4  # their input, two outputs; mean and deviation of each token in float32
+    attention = 4 * hidden * element + 4 * config.num_attention_heads  # query, key, value, output; a float32 for each head
+    mlp = 2 * config.intermediate_size * element  # before and behind the activation function
+    return tokens * (norms / (tp if sequence_parallel else 1) + (attention + mlp) / tp)
+
+
 class ShardedDropout(nn.Dropout):
     """Dropout of an activation that is cut over the tensor-parallel ranks: each draws a mask of its own."""
 
@@ -99,23 +118,32 @@ class ParallelAttention(hf.GPTNeoXAttention):
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, gather_output=False, **common)
         self.dense = RowParallelLinear(hidden, hidden, input_is_parallel=True, **common)
 
-    def forward(self, hidden_states, attention_mask=None, **kwargs):
-        attend = self._on_chunks if self.sequence_parallel_enabled else super().forward
+    def forward(self, hidden_states, attention_mask=None, layer_past=None, **kwargs):
+        if layer_past is not None:  # generation
+            return super().forward(hidden_states, attention_mask, layer_past, **kwargs)
         if self.training and self.attention_dropout > 0:  # each rank drops out of its own heads
             with get_xla_rng_tracker().fork():
-                return attend(hidden_states, attention_mask, **kwargs)
-        return attend(hidden_states, attention_mask, **kwargs)
+                return self._attend(hidden_states, attention_mask, **kwargs)
+        return self._attend(hidden_states, attention_mask, **kwargs)
 
-    def _on_chunks(self, hidden_states, attention_mask, position_embeddings, layer_past=None, **kwargs):
-        """Hugging Face's forward where the input is a chunk of the sequence, and what the heads see is all of it."""
-        fused = self.query_key_value(hidden_states)  # [S, B, 3H/T]
-        fused = fused.unflatten(-1, (self.num_heads, 3 * self.head_size)).permute(1, 2, 0, 3)  # [B, N/T, S, 3D]
+    def _attend(self, hidden_states, attention_mask, position_embeddings, **kwargs):
+        """Hugging Face's forward where the input may be a chunk of the sequence; the heads see all of it."""
+        fused = self.query_key_value(hidden_states)  # [B, S, 3H/T] or [S, B, 3H/T]
+        fused = fused.unflatten(-1, (self.num_heads, 3 * self.head_size))
+        if self.sequence_parallel_enabled:
+            fused = fused.transpose(0, 1)  # [B, S, N/T, 3D]
         query, key, value = fused.chunk(3, dim=-1)
-        query, key = hf.apply_rotary_pos_emb(query, key, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, hf.eager_attention_forward)
+        query, key = hf.apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
+        value = value.contiguous()  # backward needs it, and a view would keep query and key before their rotation too
+        # Heads come first in shape only: in this order of memory the kernel's output is not copied behind it.
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, hf.eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
-        return self.dense(output.flatten(2).transpose(0, 1)), weights
+        output, weights = interface(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
+        output = output.flatten(2)
+        return self.dense(output.transpose(0, 1) if self.sequence_parallel_enabled else output), weights
 
 
 class ParallelMLP(hf.GPTNeoXMLP):
