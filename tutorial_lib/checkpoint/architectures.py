@@ -56,11 +56,15 @@ ARCHITECTURES = {
     "llama": Architecture(
         "tutorial_lib.models.llama2:LlamaForCausalLM",
         {
-            r"(.*)\.qkv_proj\.(weight|bias)": (r"\1.q_proj.\2", r"\1.k_proj.\2", r"\1.v_proj.\2"),
-            r"(.*)\.gate_up_proj\.weight": (r"\1.gate_proj.weight", r"\1.up_proj.weight"),
+            r"(.*)\.qkv_proj\.(weight|bias)(?:_qkv)?": (
+                r"\1.q_proj.\2",
+                r"\1.k_proj.\2",
+                r"\1.v_proj.\2",
+            ),
+            r"(.*)\.gate_up_proj\.(weight|bias)": (r"\1.gate_proj.\2", r"\1.up_proj.\2"),
         },
         {
-            r".*\.qkv_proj\.(weight|bias)": (_Q, _KV, _KV),
+            r".*\.qkv_proj\.(weight|bias)(_qkv)?": (_Q, _KV, _KV),
             r".*\.(q_proj\.(weight|bias)|o_proj\.weight)": (_Q,),
             r".*\.[kv]_proj\.(weight|bias)": (_KV,),
         },

@@ -7,6 +7,7 @@ from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
+from tutorial_lib.checkpoint.architectures import architecture_of
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.sharding import partition_of
 
@@ -20,14 +21,17 @@ def full_tensors(model: nn.Module, tensors: dict[str, torch.Tensor] | None = Non
     Returns:
         By Hugging Face's names, without padding; tied parameters once, as in `named_parameters`.
     """
-    full = {}
+    full, names_of = {}, architecture_of(model.config.to_dict()).names
     for name, parameter in model.named_parameters():
         partition, part = partition_of(parameter), (parameter if tensors is None else tensors[name]).detach()
         if partition is None:
             full[name] = part.clone()
             continue
         gathered = comm.all_gather(part.movedim(partition.dim, 0)).chunk(partition.parts)
-        full[name] = partition.merge([chunk.movedim(0, partition.dim) for chunk in gathered])
+        whole = partition.merge([chunk.movedim(0, partition.dim) for chunk in gathered])
+        theirs = names_of(name)
+        matrices = whole.split(partition.sizes, partition.dim) if len(theirs) > 1 else (whole,)
+        full.update(zip(theirs, matrices, strict=True))
     return full
 
 
@@ -45,20 +49,29 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     renamed = {_current_name(model, name): tensor for name, tensor in full.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(parameters.items())}  # of each set of tied ones
-    absent = [name for name, parameter in parameters.items() if name not in renamed and first[id(parameter)] == name]
+    names_of = architecture_of(model.config.to_dict()).names
+    theirs = {name: names_of(name) for name in parameters}
+    known = {one for names in theirs.values() for one in names}
+    absent = [one for name, p in parameters.items() if first[id(p)] == name for one in theirs[name] if one not in renamed]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    extra = [name for name in renamed if name not in parameters and not any(re.search(p, name) for p in ignored)]
+    extra = [name for name in renamed if name not in known and not any(re.search(p, name) for p in ignored)]
     if absent or extra:
         raise ValueError(f"a state dict without {', '.join(absent) or 'nothing'}, and with {', '.join(extra) or 'nothing'} "
                          f"that {type(model).__name__} has not")  # fmt: skip
     for name, parameter in parameters.items():
         if first[id(parameter)] != name:
             continue
-        partition, part = partition_of(parameter), renamed[name]
+        partition, matrices = partition_of(parameter), [renamed[one] for one in theirs[name]]
+        if partition is not None and len(matrices) > 1:
+            for one, matrix, size in zip(theirs[name], matrices, partition.sizes, strict=True):
+                if matrix.size(partition.dim) != size:  # two that are wrong may have the right sum
+                    raise ValueError(f"{one}: shape {tuple(matrix.shape)} should have {size} in dimension {partition.dim}")
+        part = matrices[0] if len(matrices) == 1 else torch.cat(matrices, partition.dim)
+        shape = tuple(part.shape)
         if partition is not None:
             part = partition.shard(part, parallel_state.get_tensor_model_parallel_rank())
         if part.shape != parameter.shape:
-            raise ValueError(f"{name}: shape {tuple(renamed[name].shape)} gives {tuple(part.shape)} for this rank, "
+            raise ValueError(f"{name}: shape {shape} gives {tuple(part.shape)} for this rank, "
                              f"not {tuple(parameter.shape)}")  # fmt: skip
         parameter.copy_(part)
 

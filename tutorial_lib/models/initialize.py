@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tutorial_lib.parallel_layers.sharded_module import ShardedModule, materialize
+from tutorial_lib.parallel_layers.sharding import partition_of
 
 
 def finish(model: PreTrainedModel) -> None:
@@ -26,7 +27,8 @@ def finish(model: PreTrainedModel) -> None:
 def initialize_sharded(module: nn.Module, std: float) -> bool:
     """Initialises a module with sharded parameters as Hugging Face does plain ones; False if it is no such module.
 
-    Weights are normal with standard deviation `std`, a padding row and biases zero.
+    Weights are normal with standard deviation `std`, a padding row and biases zero. Fused matrices are drawn one after the
+    other, as the plain modules are that they stand for.
     """
     if not isinstance(module, ShardedModule):
         return False
@@ -36,8 +38,11 @@ def initialize_sharded(module: nn.Module, std: float) -> bool:
             continue
         padding_idx = getattr(module, "padding_idx", None)
 
+        partition = partition_of(parameter)
+
         def init(full: torch.Tensor) -> None:
-            nn.init.normal_(full, std=std)
+            for matrix in (full,) if partition is None else full.split(partition.sizes, partition.dim):
+                nn.init.normal_(matrix, std=std)
             if padding_idx is not None:
                 full[padding_idx] = 0
 

@@ -32,6 +32,9 @@ _axes: dict[str, _Axis] = {}
 _world: ProcessGroup | None = None  # the world that the axes were made in
 
 
+_MESH_AXES = ("tp", "dp", "pp", "ep_model", "ep_data", "cp")
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -68,7 +71,7 @@ def initialize_model_parallel(
         return groups
     destroy_model_parallel()
     _world = dist.group.WORLD
-    for name, replica_groups in zip(("tp", "dp", "pp", "ep_model", "ep_data", "cp"), groups):
+    for name, replica_groups in zip(_MESH_AXES, groups):
         _add_axis(name, replica_groups)
     if context_parallel_size == 1:
         _axes["zero1"] = _axes["dp"]
@@ -102,6 +105,13 @@ def destroy_model_parallel() -> None:
 def model_parallel_is_initialized() -> bool:
     """True if the axes exist and belong to the process group that is up now."""
     return dist.is_initialized() and _world is dist.group.WORLD and "tp" in _axes
+
+
+def mesh_is(groups: ParallelGroups) -> bool:
+    """True if the axes exist and are these (what `initialize_model_parallel` gives with `mesh_only`)."""
+    return model_parallel_is_initialized() and all(
+        _axes[name].replica_groups == replica_groups for name, replica_groups in zip(_MESH_AXES, groups)
+    )
 
 
 def create_pg_with_ranks(replica_groups: ReplicaGroups) -> ProcessGroup:

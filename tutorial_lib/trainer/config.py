@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel
+from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel, mesh_is
 
 
 def _completed(name: str, given: dict | None, defaults: dict) -> dict:
@@ -36,7 +36,7 @@ def neuronx_distributed_config(
 ) -> dict:
     """The configuration that `initialize_parallel_model` and `initialize_parallel_optimizer` take.
 
-    In a process group it sets up the mesh of these sizes too, so every rank calls it.
+    In a process group it sets up the mesh of these sizes too, unless it is up, so every rank calls it.
 
     Args:
         optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0).
@@ -91,9 +91,9 @@ def neuronx_distributed_config(
     if model_init["sequential_move_factor"] < 1:
         raise ValueError(f"sequential_move_factor {model_init['sequential_move_factor']} is below 1")
     if dist.is_initialized():
-        initialize_model_parallel(
-            tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size
-        )
+        sizes = tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size
+        if not mesh_is(initialize_model_parallel(*sizes, mesh_only=True)):  # a new one would lose a model's kv groups
+            initialize_model_parallel(*sizes)
     return {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,

@@ -6,11 +6,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.random import replay_contexts
 from tutorial_lib.parallel_layers.utils import keep_ties_and_marks, move_model_to_device
+from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 from tutorial_lib.xla_model import xla_device
 
 
@@ -158,8 +157,4 @@ def checkpoint_modules(model: nn.Module, which: str | type | list[type] | tuple[
         classes = tuple(which) if isinstance(which, (list, tuple)) else (which,)
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         raise ValueError(f"activation_checkpoint_config {which!r} gives no module classes for a {type(model).__name__}")
-
-    def wrap(module: nn.Module) -> nn.Module:
-        return checkpoint_wrapper(module, preserve_rng_state=False, context_fn=replay_contexts)
-
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, classes))
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, classes))

@@ -1,0 +1,85 @@
+"""Attention between heads that are given, apart from the projections around it.
+
+It is a module of its own, and has no parameters, so that selective activation checkpointing can pick it: its `[S, S]`
+matrices are most of what a layer keeps for backward, and among the cheapest to compute again (Korthikanti et al., 2022,
+section 5).
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
+
+
+def causal_mask(length: int, device: torch.device, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Which keys are hidden from a query: `[S, S]`, the same for every batch, so that a compiler sees a constant.
+
+    Args:
+        attention_mask: `[B, S]`, 0 for padding, which then is hidden too: `[B, 1, S, S]`.
+    """
+    later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    return later if attention_mask is None else later | ~attention_mask.bool()[:, None, None, :]
+
+
+def core_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, scaling: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """`softmax(q kᵀ · scaling) v`, with every step written out.
+
+    Query heads that share a key and value head are rows of one multiplication, so that nothing is repeated.
+
+    Args:
+        query: `[B, N, S, D]`.
+        key, value: `[B, KV, S, D]`, query head n belongs to head n // (N / KV) of them.
+        hidden: True where a query does not see a key; `[S, S]` or `[B, 1, S, S]`.
+        dropout: share of the probabilities that is dropped, drawn from the current stream.
+
+    Returns:
+        `[B, N, S, D]`. Backward keeps q, k, v and the probabilities, and with dropout also its mask and its result.
+    """
+    batch, heads, length, size = query.shape
+    groups = batch * key.size(1)
+    rows, columns = query.reshape(groups, -1, size), key.reshape(groups, length, size).transpose(1, 2)
+    scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling).view(batch, heads, length, length)
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if scores.device.type == "xla":  # elsewhere softmax computes in float32 and rounds once
+        probabilities = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    else:
+        probabilities = F.softmax(scores, -1)
+    if dropout:
+        probabilities = torch.native_dropout(probabilities, dropout, True)[0]  # its mask has a byte an element
+    context = probabilities.view(groups, -1, length) @ value.reshape(groups, length, size)
+    return context.view(batch, heads, length, size)
+
+
+class CoreAttention(nn.Module):
+    """`core_attention` over this rank's heads, or PyTorch's fused kernel for the same.
+
+    Args:
+        dropout: of the probabilities, in training. Each rank draws for its own heads, from the model-parallel stream.
+        use_flash_attention: `scaled_dot_product_attention`, which keeps no `[S, S]` matrix to begin with.
+    """
+
+    def __init__(self, scaling: float, dropout: float = 0.0, use_flash_attention: bool = False):
+        super().__init__()
+        self.scaling, self.dropout, self.use_flash_attention = scaling, dropout, use_flash_attention
+
+    def forward(self, query, key, value, hidden: torch.Tensor | None) -> torch.Tensor:
+        """`[B, N, S, D]` from q, k, v and the hidden keys; None hides what comes later and needs the fused kernel."""
+        if self.training and self.dropout > 0:
+            with get_xla_rng_tracker().fork():
+                return self._attend(query, key, value, hidden, self.dropout)
+        return self._attend(query, key, value, hidden, 0.0)
+
+    def _attend(self, query, key, value, hidden, dropout: float) -> torch.Tensor:
+        if not self.use_flash_attention:
+            return core_attention(query, key, value, hidden, self.scaling, dropout)
+        seen = None if hidden is None else ~hidden
+        return F.scaled_dot_product_attention(
+            query, key, value, seen, dropout, is_causal=seen is None, scale=self.scaling,
+            enable_gqa=query.size(1) != key.size(1),
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, use_flash_attention={self.use_flash_attention}"
