@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tutorial_lib.parallel_layers import random
 
@@ -113,12 +112,7 @@ def recompute(checkpointed):
     model, x = nn.Sequential(Block(), Block()), torch.randn(4, 8, requires_grad=True)
     y = x
     for block in model:
-        if checkpointed:
-            y = checkpoint(
-                block, y, use_reentrant=False, preserve_rng_state=False, context_fn=random.replay_contexts
-            )
-        else:
-            y = block(y)
+        y = random.checkpoint(block, y) if checkpointed else block(y)
     loss = y.pow(2).sum()
     loss.backward()
     with random.get_xla_rng_tracker().fork():

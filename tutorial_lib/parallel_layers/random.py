@@ -9,11 +9,12 @@ checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
 from tutorial_lib import launch
 
@@ -146,37 +147,47 @@ def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False
     _tracker.add(MODEL_PARALLEL_RNG, own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank())
 
 
-class _Replay:
-    """Runs a block with the random states that another block began with."""
+def checkpoint(function: Callable, *args, **kwargs):
+    """`function(*args, **kwargs)`, computed again in backward rather than kept: its inner activations cost no memory.
 
-    def __init__(self):
-        self.states = None
+    The second run draws the random numbers of the first, from every stream; `torch.utils.checkpoint` alone knows the
+    default one, and no XLA. On XLA a barrier keeps the compiler from finding the first run's values and using them.
+    """
+    first = second = None
 
     @contextmanager
-    def forward(self):
-        self.states = _default_state(), _tracker.get_states()
+    def forward():
+        nonlocal first
+        first = _default_state(), _tracker.get_states()
         yield
 
     @contextmanager
-    def recompute(self):
-        before = _default_state(), _tracker.get_states()
-        _set_default_state(self.states[0])
-        _tracker.set_states(self.states[1])
+    def recompute():
+        nonlocal second
+        second = _default_state(), _tracker.get_states()
+        _set_default_state(first[0])
+        _tracker.set_states(first[1])
         try:
             yield
         finally:
-            _set_default_state(before[0])
-            _tracker.set_states(before[1])
+            _set_default_state(second[0])
+            _tracker.set_states(second[1])
+
+    def run():
+        again = second is not None and _xla()
+        return function(*(_behind_barrier(args) if again else args), **kwargs)
+
+    # The arguments are in `run`: torch would look up their device among those it knows.
+    return torch.utils.checkpoint.checkpoint(
+        run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (forward(), recompute())
+    )
 
 
-def replay_contexts():
-    """Contexts under which a recomputed forward draws the numbers that the first one drew, from every stream.
-
-    For `torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, preserve_rng_state=False,
-    context_fn=replay_contexts)`; torch's own preservation knows the default stream alone.
-    """
-    replay = _Replay()
-    return replay.forward(), replay.recompute()
+def _behind_barrier(args: tuple) -> tuple:
+    """The same values, of which XLA does not know where they come from."""
+    held = tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+    _xla().optimization_barrier_([a for a in held if isinstance(a, torch.Tensor)])
+    return held
 
 
 def get_rng_state() -> dict:

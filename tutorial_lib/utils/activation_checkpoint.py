@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from tutorial_lib.parallel_layers.random import replay_contexts
+from tutorial_lib.parallel_layers.random import checkpoint
 
 
 class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
@@ -24,22 +24,20 @@ class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
 def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: Callable | None = None,
+    checkpoint_fn: Callable = checkpoint,
     **checkpoint_fn_kwargs,
 ) -> NxDCheckpointWrapper:
     """`module`, recomputing its activations in backward.
 
     Args:
         checkpoint_impl: only `NO_REENTRANT`: the older kind neither replays every random stream nor sees keyword inputs.
-        checkpoint_fn: called as `checkpoint_fn(module, *inputs, **checkpoint_fn_kwargs)` in place of torch's.
+        checkpoint_fn: called as `checkpoint_fn(module, *inputs, **checkpoint_fn_kwargs)`.
 
     Raises:
         ValueError: the reentrant implementation.
     """
     if checkpoint_impl is not CheckpointImpl.NO_REENTRANT:
         raise ValueError(f"checkpoint_impl {checkpoint_impl} is not supported, only {CheckpointImpl.NO_REENTRANT}")
-    if checkpoint_fn is None:
-        checkpoint_fn_kwargs = {"preserve_rng_state": False, "context_fn": replay_contexts} | checkpoint_fn_kwargs
     return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
 
 
