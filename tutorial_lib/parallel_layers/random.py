@@ -11,6 +11,7 @@ checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -173,13 +174,14 @@ def checkpoint(function: Callable, *args, **kwargs):
             _set_default_state(second[0])
             _tracker.set_states(second[1])
 
-    def run():
+    def run(*args):
         again = second is not None and _xla()
         return function(*(_behind_barrier(args) if again else args), **kwargs)
 
-    # The arguments are in `run`: torch would look up their device among those it knows.
+    # torch keeps arguments where `SavedActivations` sees them, but looks up their device, and knows no XLA.
+    block, inputs = (partial(run, *args), ()) if _xla() else (run, args)
     return torch.utils.checkpoint.checkpoint(
-        run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (forward(), recompute())
+        block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (forward(), recompute())
     )
 
 
