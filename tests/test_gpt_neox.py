@@ -21,7 +21,7 @@ from tutorial_lib.parallel_layers.consistency import check_replicated, find_drif
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
-from tutorial_lib.training.memory import SavedActivations
+from tutorial_lib.training.memory import SavedActivations, optimizer_bytes
 
 from .parity import assert_same, train_alone, train_together
 
@@ -327,3 +327,16 @@ def saved_by_a_layer(preset, dtype, sequence_parallel, batch=2, length=128):
 def test_saved_activations_in_closed_form(ranks, dtype, sequence_parallel):
     for measured, expected in ranks(saved_by_a_layer, "small", dtype, sequence_parallel, world_size=4, tp=4):
         assert measured == pytest.approx(expected, rel=0.02)
+
+
+def state_bytes(zero):
+    model = GPTNeoXForCausalLM(make_config("tiny"))
+    nxd_config = neuronx_distributed_config(tensor_parallel_size=2, optimizer_config={"zero_one_enabled": zero})
+    optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3)
+    train(model, optimizer, iter([micro_batch(0)]), steps=1)
+    return optimizer_bytes(optimizer) / parameter_count(model.config, 2)
+
+
+def test_bytes_of_the_optimizer(ranks):
+    assert ranks(state_bytes, False, world_size=4, tp=2) == pytest.approx([8] * 4, rel=0.01)  # two moments
+    assert ranks(state_bytes, True, world_size=4, tp=2) == pytest.approx([12 / 2] * 4, rel=0.01)  # and the weight

@@ -50,7 +50,13 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer) -> int:
-    """Bytes of every tensor in the optimizer's state (moments, masters, step counters)."""
+    """Bytes of every tensor that the optimizer keeps: moments, step counters, and with ZeRO-1 this rank's shard of the weights.
+
+    Args:
+        optimizer: PyTorch's, `NeuronZero1Optimizer`, or an `NxDOptimizer` around either.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    sharded = getattr(optimizer, "base_optimizer", None)
     found: list[torch.Tensor] = []
 
     def collect(value) -> None:
@@ -63,7 +69,9 @@ def optimizer_bytes(optimizer) -> int:
             for item in value:
                 collect(item)
 
-    collect(dict(optimizer.state))
+    collect(dict((optimizer if sharded is None else sharded).state))
+    if sharded is not None:
+        collect([group["params"] for group in sharded.param_groups])
     return tensor_bytes(found)
 
 
