@@ -6,6 +6,16 @@ PARAMETER_SETS = {
         {"world_size": 4, "tp_size": 4, "mebibytes": 1},
         {"world_size": 3, "tp_size": 3, "timeout": 5},
     ],
+    "01_developer_guide": [
+        {"tp_size": 4, "steps": 4},
+        {"world_size": 2, "tp_size": 2, "steps": 4},
+        {"world_size": 2, "tp_size": 1, "steps": 4, "batch_size": 2, "seed": 1},
+    ],
+    "02_bert_tensor_parallel": [
+        {"world_size": 4, "tp_size": 2, "steps": 40},
+        {"world_size": 4, "tp_size": 4, "steps": 40},
+        {"world_size": 2, "tp_size": 2, "steps": 8, "shard_mlp": False, "shard_vocabulary": False},
+    ],
 }
 
 # The parameters, and the numbers that the error has to name.
@@ -15,11 +25,24 @@ BAD_PARAMETERS = {
         ({"world_size": 1, "tp_size": 1}, [1, 2]),
         ({"backend": "tpu"}, ["'tpu'", "cpu"]),
     ],
+    "01_developer_guide": [
+        ({"tp_size": 3}, [4, 3]),
+        ({"world_size": 8, "tp_size": 8}, ["heads", 4, 8]),
+        ({"preset": "huge"}, ["'huge'", "tiny"]),
+    ],
+    "02_bert_tensor_parallel": [
+        ({"tp_size": 3}, [4, 3]),
+        ({"world_size": 8, "tp_size": 8, "global_batch_size": 64}, ["heads", 4, 8]),
+        ({"global_batch_size": 20}, [20, 16]),
+        ({"preset": "full", "world_size": 32, "tp_size": 8, "global_batch_size": 128}, ["bytes", "5,379,617,728", 32]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
 QUICK = {
     "00_meet_the_mesh": {"mebibytes": 1, "timeout": 5},
+    "01_developer_guide": {"world_size": 2, "steps": 2},
+    "02_bert_tensor_parallel": {"world_size": 2, "steps": 4, "global_batch_size": 8},
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
@@ -40,6 +63,40 @@ MISTAKES = {
                 "off by 8 on rank 1, because every rank kept the first piece",
             ),
             "scale": ("gigabytes = 31 * 14", "because that is every rank sending"),
+        },
+    ],
+    "01_developer_guide": [
+        {
+            "bias": ("output_feature = 410", "off by 300, because each rank added the bias"),
+            "feed_forward": (
+                "%%px\n"
+                "def cut_feed_forward(layer, config):\n"
+                "    H, F = config.hidden_size, config.intermediate_size\n"
+                "    layer.intermediate.dense = ColumnParallelLinear(H, F, gather_output=False)\n"
+                "    layer.output.dense = RowParallelLinear(F, H)",
+                "ValueError",
+            ),
+        },
+        {
+            "bias": ("output_feature = 10", "because that is the sum without the bias"),
+            "feed_forward": (
+                "%%px\n"
+                "def cut_feed_forward(layer, config):\n"
+                "    H, F = config.hidden_size, config.intermediate_size\n"
+                "    layer.intermediate.dense = ColumnParallelLinear(H, F)\n"
+                "    layer.output.dense = ColumnParallelLinear(F, H)",
+                "off by",
+            ),
+        },
+    ],
+    "02_bert_tensor_parallel": [
+        {
+            "heads": ("sizes = [1, 2, 4, 8, 16, 32]", "because 32 ranks cannot share 16 heads"),
+            "batches": ("sequences, micro_batches = 131072, 256", "because ranks that share a model see the same"),
+        },
+        {
+            "heads": ("sizes = [1, 2, 4, 8, 12]", "off by 4"),
+            "batches": ("sequences, micro_batches = 16384, 64", "off by 32"),
         },
     ],
 }

@@ -89,4 +89,5 @@ def copy_objects(source: Reader, aside: Path, names: Iterable[str]) -> Digests:
 
 
 def progress(items, what: str):
-    return tqdm(items, desc=what, unit="tensor", leave=True)
+    """Shows on a terminal how far a loop is."""
+    return tqdm(items, desc=what, unit="tensor", disable=None)
