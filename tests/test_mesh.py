@@ -15,10 +15,10 @@ import pytest
 from nbclient.exceptions import DeadKernelError
 
 from tests.notebook import Notebook, Traces, write
-from tutorial_lib import reaper
+from tutorial_lib.mesh import reaper
 from tutorial_lib.launch import check_backend
 from tutorial_lib.mesh import Mesh
-from tutorial_lib.mesh_report import as_shown, by_rank, describe_failure
+from tutorial_lib.mesh.report import as_shown, by_rank, describe_failure
 
 SETUP = """
 from tutorial_lib.mesh import Mesh

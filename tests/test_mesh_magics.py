@@ -3,8 +3,8 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from tutorial_lib import mesh_magics
-from tutorial_lib.mesh_report import RankError
+from tutorial_lib.mesh import magics
+from tutorial_lib.mesh.report import RankError
 
 
 class Noted:
@@ -23,7 +23,7 @@ def px():
     shell = InteractiveShell.instance()
 
     def run(mesh, line):
-        mesh_magics.register(mesh)
+        magics.register(mesh)
         return shell.run_cell_magic("px", line, "x = 1\n")
 
     yield run

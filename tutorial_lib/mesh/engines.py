@@ -11,9 +11,9 @@ from pathlib import Path
 import ipyparallel as ipp
 from traitlets.config import Config
 
-from tutorial_lib import engine, reaper
-from tutorial_lib.mesh_report import MeshError
-from tutorial_lib.mesh_watch import is_alive
+from tutorial_lib.mesh import engine, reaper
+from tutorial_lib.mesh.report import MeshError
+from tutorial_lib.mesh.watch import is_alive
 
 ADDRESS = "127.0.0.1"  # where the ranks reach the kernel
 START_TIMEOUT = 120.0  # seconds that all engines together get to start

@@ -10,7 +10,7 @@
 
 One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher left in it, and get what
 `torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. All of this is written for
-ranks on the kernel's own machine; `tutorial_lib.mesh_engines` is the one place that says so. Ranks are assigned by where an
+ranks on the kernel's own machine; `tutorial_lib.mesh.engines` is the one place that says so. Ranks are assigned by where an
 engine runs, never by its id, and local ranks are counted on each host, so for several nodes only that module has to change.
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
@@ -26,11 +26,11 @@ import ipyparallel as ipp
 import torch
 from IPython import get_ipython
 
-from tutorial_lib import engine, mesh_magics
+from tutorial_lib.mesh import engine, magics
 from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
-from tutorial_lib.mesh_engines import ADDRESS, Engines
-from tutorial_lib.mesh_report import MeshError, RankError, describe_failure
-from tutorial_lib.mesh_watch import Rendezvous, Watch
+from tutorial_lib.mesh.engines import ADDRESS, Engines
+from tutorial_lib.mesh.report import MeshError, RankError, describe_failure
+from tutorial_lib.mesh.watch import Rendezvous, Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
@@ -106,7 +106,7 @@ class Mesh:
             self.close()
             raise
         if get_ipython() is not None:
-            mesh_magics.register(self)
+            magics.register(self)
         print(f"{self}, up in {time.perf_counter() - began:.1f} s")
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Mesh:
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
         tasks = {rank: self._engines.views[rank].execute(cell, silent=False, block=False) for rank in ranks}
-        shown = mesh_magics.LiveOutput(tasks)
+        shown = magics.LiveOutput(tasks)
         try:
             self._wait(tasks, shown.tick)
         finally:

@@ -14,7 +14,7 @@ import traceback
 
 import psutil
 
-PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__))
+PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and the store have no exception class for it
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
     "Socket closed", "failed to recv", "Watchdog caught collective operation timeout",

@@ -1,7 +1,7 @@
 """Waits for a task on several ranks until each has ended, one way or another.
 
 A rank may be beyond the reach of a message: stuck in a collective that a peer never enters. So there is a second way to it,
-through a store that a thread of the rank listens to (`tutorial_lib.engine`): to ask where it is, and to cut it loose.
+through a store that a thread of the rank listens to (`tutorial_lib.mesh.engine`): to ask where it is, and to cut it loose.
 """
 
 import json
@@ -38,7 +38,7 @@ class Rendezvous:
         self._stores[0] = None
 
     def ask(self, do: str, ranks: list[int]) -> dict[int, object]:
-        """The answers of those ranks that do answer; see `tutorial_lib.engine` for what can be asked."""
+        """The answers of those ranks that do answer; see `tutorial_lib.mesh.engine` for what can be asked."""
         control = self._stores[1]
         keys = {}
         for rank in ranks:
@@ -65,7 +65,7 @@ class Watch:
         timeout: seconds that a collective waits for its peers.
 
     Attributes:
-        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.engine.report` has it.
+        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.mesh.engine.report` has it.
         dead: ranks whose process is gone.
         released: whether connections had to be cut.
     """
