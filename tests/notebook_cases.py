@@ -15,6 +15,10 @@ PARAMETER_SETS = {
         {"world_size": 4, "tp_size": 2, "steps": 40},
         {"world_size": 4, "tp_size": 4, "steps": 40},
         {"world_size": 2, "tp_size": 2, "steps": 8, "shard_mlp": False, "shard_vocabulary": False},
+    "04_llama2_selective_checkpointing": [
+        {"world_size": 4, "tp_size": 4, "kv_heads": 2, "checkpointing": "full", "steps": 3},
+        {"world_size": 2, "tp_size": 2, "checkpointing": "selective+mlp", "sequence_parallel": False, "steps": 3},
+        {"world_size": 2, "tp_size": 2, "steps": 4, "seq_length": 32, "seed": 1},
     ],
 }
 
@@ -35,6 +39,12 @@ BAD_PARAMETERS = {
         ({"world_size": 8, "tp_size": 8, "global_batch_size": 64}, ["heads", 4, 8]),
         ({"global_batch_size": 20}, [20, 16]),
         ({"preset": "full", "world_size": 32, "tp_size": 8, "global_batch_size": 128}, ["bytes", "5,379,617,728", 32]),
+    "04_llama2_selective_checkpointing": [
+        ({"world_size": 2, "tp_size": 1}, [1, 2]),
+        ({"world_size": 3, "tp_size": 3}, [4, 3]),
+        ({"seq_length": 33}, [33, 2]),
+        ({"checkpointing": "most"}, ["'most'", "selective+mlp"]),
+        ({"kv_heads": 3, "tp_size": 2}, [3, 2]),
     ],
 }
 
@@ -43,6 +53,7 @@ QUICK = {
     "00_meet_the_mesh": {"mebibytes": 1, "timeout": 5},
     "01_developer_guide": {"world_size": 2, "steps": 2},
     "02_bert_tensor_parallel": {"world_size": 2, "steps": 4, "global_batch_size": 8},
+    "04_llama2_selective_checkpointing": {"world_size": 2, "steps": 2, "seq_length": 32},
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
@@ -97,6 +108,14 @@ MISTAKES = {
         {
             "heads": ("sizes = [1, 2, 4, 8, 12]", "off by 4"),
             "batches": ("sequences, micro_batches = 16384, 64", "off by 32"),
+    "04_llama2_selective_checkpointing": [
+        {
+            "probabilities": ("mebibytes = 1024", "off by 896, because that is all ranks together"),
+            "batch": ("micro_batches = 8", "off by 56, because 8 ranks share one sequence"),
+        },
+        {
+            "probabilities": ("mebibytes = 64", "off by 64, because a number has 2 bytes"),
+            "batch": ("micro_batches = 256", "off by 192, because there are 4 instances"),
         },
     ],
 }
