@@ -15,6 +15,7 @@ PARAMETER_SETS = {
         {"world_size": 4, "tp_size": 2, "steps": 40},
         {"world_size": 4, "tp_size": 4, "steps": 40},
         {"world_size": 2, "tp_size": 2, "steps": 8, "shard_mlp": False, "shard_vocabulary": False},
+    ],
     "04_llama2_selective_checkpointing": [
         {"world_size": 4, "tp_size": 4, "kv_heads": 2, "checkpointing": "full", "steps": 3},
         {"world_size": 2, "tp_size": 2, "checkpointing": "selective+mlp", "sequence_parallel": False, "steps": 3},
@@ -39,6 +40,7 @@ BAD_PARAMETERS = {
         ({"world_size": 8, "tp_size": 8, "global_batch_size": 64}, ["heads", 4, 8]),
         ({"global_batch_size": 20}, [20, 16]),
         ({"preset": "full", "world_size": 32, "tp_size": 8, "global_batch_size": 128}, ["bytes", "5,379,617,728", 32]),
+    ],
     "04_llama2_selective_checkpointing": [
         ({"world_size": 2, "tp_size": 1}, [1, 2]),
         ({"world_size": 3, "tp_size": 3}, [4, 3]),
@@ -108,6 +110,8 @@ MISTAKES = {
         {
             "heads": ("sizes = [1, 2, 4, 8, 12]", "off by 4"),
             "batches": ("sequences, micro_batches = 16384, 64", "off by 32"),
+        },
+    ],
     "04_llama2_selective_checkpointing": [
         {
             "probabilities": ("mebibytes = 1024", "off by 896, because that is all ranks together"),
