@@ -6,7 +6,7 @@ import torch
 
 from .files import digest_of
 from .layout import METADATA
-from .lazy import LazyFile
+from .lazy import LazyFile, Scratch
 from .stream import sink
 from .tensors import Digests, map_tensors
 from .tools import check_output, copy_objects, open_checkpoint, progress, write_checkpoint
@@ -37,13 +37,15 @@ def convert(source: str | Path, output: str | Path, xser: bool) -> None:
             written |= _rewrite(reader.lazy(file), aside / file.relative_to(reader.path), xser)
         return written
 
-    write_checkpoint(output, reader.step, reader.mesh, write)
+    write_checkpoint(output, reader.step, reader.mesh, lambda aside: reader.sound(write, aside))
 
 
 def _rewrite(source: LazyFile, path: Path, xser: bool) -> Digests:
     target = sink(source.value, path, xser)
     todo: dict[int, torch.Tensor] = {}
     map_tensors(source.value, lambda tensor: todo.setdefault(id(tensor), tensor))
+    scratch = Scratch()
     for described in todo.values():
-        target.put(described, source.read(described))
+        room = scratch("tensor", described.shape, described.dtype)
+        target.put(described, source.read(described, room))
     return target.close()

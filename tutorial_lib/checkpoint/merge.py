@@ -10,6 +10,7 @@ import torch
 
 from .architectures import Architecture, architecture_of, pieces
 from .layout import Layout
+from .lazy import Scratch
 from .reader import Reader
 from .stream import SafetensorsSink, form
 from .tools import check_output, described, open_checkpoint, progress
@@ -35,21 +36,24 @@ def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
     is_file = output.suffix == ".safetensors"
     theirs = names == "huggingface" or (names == "auto" and not is_file)
     architecture = architecture_of(reader.metadata["config"]) if theirs else Architecture("")
-    layouts = _once(reader)
     target = output if is_file else output / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
-    sink = SafetensorsSink(_forms(reader, layouts, architecture), target)
-    for name, layout in progress(layouts.items(), "merge"):
-        full, theirs_of = reader.full(name, layout), architecture.names(name)
-        if len(theirs_of) == 1:
-            sink.put(theirs_of[0], full)
-            continue
-        for their, start, length in pieces(layout, theirs_of):
-            sink.put(their, full.narrow(layout.partition.dim, start, length))
-    sink.close()
+    with SafetensorsSink(_forms(reader, architecture), target) as sink:
+        reader.sound(_merge, reader, architecture, sink)
     if not is_file:
         _write_config(reader, output)
     return target
+
+
+def _merge(reader: Reader, architecture: Architecture, sink: SafetensorsSink) -> None:
+    scratch = Scratch()
+    for name, layout in progress(_once(reader).items(), "merge"):
+        full, theirs = reader.full(name, layout, scratch), architecture.names(name)
+        if len(theirs) == 1:
+            sink.put(theirs[0], full)
+            continue
+        for their, start, length in pieces(layout, theirs):
+            sink.put(their, full.narrow(layout.partition.dim, start, length))
 
 
 def _once(reader: Reader) -> dict[str, Layout]:
@@ -58,11 +62,9 @@ def _once(reader: Reader) -> dict[str, Layout]:
     return {name: layout for name, layout in reader.layouts.items() if name not in others}
 
 
-def _forms(
-    reader: Reader, layouts: dict[str, Layout], architecture: Architecture
-) -> dict[str, torch.Tensor]:
+def _forms(reader: Reader, architecture: Architecture) -> dict[str, torch.Tensor]:
     forms = {}
-    for name, layout in layouts.items():
+    for name, layout in _once(reader).items():
         names = architecture.names(name)
         if len(names) == 1:
             forms[names[0]] = form(layout.shape, layout.dtype)

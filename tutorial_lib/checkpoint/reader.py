@@ -11,7 +11,7 @@ import torch
 
 from . import tensors
 from .layout import Layout, read_metadata
-from .lazy import LazyFile
+from .lazy import LazyFile, Scratch
 from .ranks import shard_name
 from .tags import Complete
 
@@ -52,6 +52,15 @@ class Reader:
         for file in folder.iterdir() if folder.is_dir() else ():
             if match := SHARD.fullmatch(file.name):
                 yield tuple(int(n) for n in match.groups())
+
+    def verify_all(self) -> None:
+        """Checks every file against its digest; for a caller that reads with `check=False`.
+
+        Raises:
+            FileNotFoundError, ValueError: as `tags.Complete.check`.
+        """
+        for name in self._checkpoint.files:
+            self._checkpoint.check(self.path / name)
 
     def _verify(self, file: Path) -> None:
         if self._check and file not in self._checked:
@@ -123,20 +132,30 @@ class Reader:
         """
         return None if self.metadata is None else self.metadata["model"]
 
-    def full(self, name: str, layout: Layout) -> torch.Tensor:
-        """The full tensor, without padding, from the shards as they are cut by `layout` (that of
-        the saved degree).
+    def full(self, name: str, layout: Layout, scratch: Scratch | None = None) -> torch.Tensor:
+        """The full tensor, without padding, from the shards.
+
+        Args:
+            layout: how the shards are cut; of the saved degree.
+            scratch: memory to hold it, for a caller that needs it until the next call only.
         """
-        result = torch.empty(layout.shape, dtype=self._tensor(name, 0).dtype)
+        dtype = self._tensor(name, 0).dtype
+        make = scratch or (lambda slot, shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+        result = make("full", layout.shape, dtype)
         for rank in layout.sources():
-            file = self.model_file(rank)
-            shard = self.lazy(file)[name]
-            if tuple(shard.shape) != layout.local_shape():
+            file, entry = self.lazy(self.model_file(rank)), self._tensor(name, rank)
+            if tuple(entry.shape) != layout.local_shape():
                 raise ValueError(
-                    f"{file}: {name} has shape {tuple(shard.shape)}, {layout.local_shape()} was "
-                    "expected"
+                    f"{file.path}: {name} has shape {tuple(entry.shape)}, "
+                    f"{layout.local_shape()} was expected"
                 )
-            layout.fill(result, shard, rank)
+            if layout.partition is None:
+                file.read(entry, result)
+            elif layout.partition.dim == 0 and entry.is_contiguous():
+                for start, local, length in layout.pieces(rank):
+                    file.read_rows(entry, local, result[start : start + length])
+            else:
+                layout.fill(result, file.read(entry, make("shard", entry.shape, dtype)), rank)
         return result
 
     def _tensor(self, name: str, rank: int) -> torch.Tensor:

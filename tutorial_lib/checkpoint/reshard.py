@@ -9,10 +9,11 @@ import torch
 from ..optimizer.shards import shard_length, take_shard
 from .architectures import layout_at
 from .layout import METADATA, Layout, to_json, write_metadata
+from .lazy import Scratch
 from .optimizer_state import MASTER, SavedOptimizer
 from .ranks import shard_name
 from .reader import Reader
-from .stream import form, sink
+from .stream import close_all, form, sink
 from .tensors import Digests, is_xser
 from .tools import (
     check_output,
@@ -70,7 +71,7 @@ def reshard(
         )
         return written | copy_objects(reader, aside, names)
 
-    write_checkpoint(output, reader.step, mesh, write)
+    write_checkpoint(output, reader.step, mesh, lambda aside: reader.sound(write, aside))
 
 
 def _metadata(reader: Reader, aside: Path, targets: dict[str, Layout], mesh: dict):
@@ -81,7 +82,7 @@ def _weights(
     reader: Reader, targets: dict[str, Layout], aside: Path, tp: int, xser: bool
 ) -> Digests:
     first = {name: group[0] for group in reader.metadata["tied"] for name in group}
-    forms, sinks, written = [], [], {}
+    forms, sinks, scratch = [], [], Scratch()
     for rank in range(tp):
         mine = {
             n: form(t.local_shape(), t.dtype) for n, t in targets.items() if first.get(n, n) == n
@@ -90,12 +91,11 @@ def _weights(
         value = {name: mine[first.get(name, name)] for name in targets}
         sinks.append(sink(value, aside / "model" / shard_name(0, rank), xser))
     for name in progress(forms[0], "weights"):
-        full = reader.full(name, reader.layouts[name])
+        full, target = reader.full(name, reader.layouts[name], scratch), targets[name]
         for rank in range(tp):
-            sinks[rank].put(forms[rank][name], targets[name].cut(full, rank))
-    for each in sinks:
-        written |= each.close()
-    return written
+            room = scratch("part", target.local_shape(), full.dtype)
+            sinks[rank].put(forms[rank][name], target.cut(full, rank, room))
+    return close_all(sinks)
 
 
 class _Optimizer:
@@ -107,7 +107,7 @@ class _Optimizer:
         self._head = reader.lazy(reader.optimizer_file(0, 0)).value
 
     def write(self, aside: Path, xser: bool) -> Digests:
-        forms, sinks, written = {}, {}, {}
+        forms, sinks = {}, {}
         for tp in range(self._tp):
             for dp in range(self._places):
                 value, forms[tp, dp] = self._lay_out(dp)
@@ -118,9 +118,7 @@ class _Optimizer:
                 for (tp, dp), each in sinks.items():
                     if (name, field) in forms[tp, dp]:
                         each.put(forms[tp, dp][name, field], self._part(full, name, tp, dp))
-        for each in sinks.values():
-            written |= each.close()
-        return written
+        return close_all(sinks.values())
 
     def _part(self, full: torch.Tensor, name: str, tp: int, dp: int) -> torch.Tensor:
         if full.dim() == 0 and self._targets[name].shape:

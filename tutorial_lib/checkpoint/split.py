@@ -12,7 +12,7 @@ from safetensors import safe_open
 from .architectures import architecture_of, describe_model, layout_at, pieces
 from .layout import METADATA, Layout, to_json, write_metadata
 from .ranks import shard_name
-from .stream import form, sink
+from .stream import close_all, form, sink
 from .tensors import Digests
 from .tools import check_output, progress, write_checkpoint
 
@@ -147,9 +147,7 @@ def split(
             "optimizer": None,
         }
         written = {aside / METADATA: write_metadata(aside, metadata)}
-        for each in sinks:
-            written |= each.close()
-        return written
+        return written | close_all(sinks)
 
     write_checkpoint(output, None, {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}, write)
 

@@ -5,13 +5,14 @@ size.
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from .files import Digest, TensorReference, digest_of, write_object
+from .files import TensorReference, digest_of, write_object
 from .lazy import LazyFile
 from .tensors import Digests, info_file, map_tensors, tensor_file, tensors_folder
 
@@ -31,12 +32,14 @@ SAFETENSORS_NAMES = {
 
 def form(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without data: what a file is laid out by."""
-    with FakeTensorMode():
-        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+def _write(file: FileIO, tensor: torch.Tensor) -> None:
+    """Writes the bytes of a tensor to an unbuffered file, which may take a part of them at once."""
+    rest = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    while len(rest):
+        rest = rest[file.write(rest) :]
 
 
 def _check(tensor: torch.Tensor, expected: torch.Tensor) -> None:
@@ -45,6 +48,15 @@ def _check(tensor: torch.Tensor, expected: torch.Tensor) -> None:
         tensor.dtype,
         expected,
     )
+
+
+def _lay_out(value, forms: list[torch.Tensor], path: Path) -> None:
+    """Writes a file that has room for each tensor: torch's own way to fill a file later (its note
+    "Serialization semantics"). The tensors are made and never touched, so they take no memory.
+    """
+    empty = {id(each): torch.empty(each.shape, dtype=each.dtype) for each in forms}
+    with skip_data():
+        torch.save(map_tensors(value, lambda each: empty[id(each)]), path)
 
 
 class PlainSink:
@@ -57,33 +69,28 @@ class PlainSink:
     def __init__(self, value, path: Path):
         self._path, self._aside = path, path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # torch's own way to lay a file out first and fill it later (its note "Serialization
-        # semantics").
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(value, self._aside)
         forms: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        map_tensors(value, lambda tensor: forms.append(tensor) or tensor)
-        map_tensors(LazyFile(self._aside).value, lambda tensor: places.append(tensor) or tensor)
+        map_tensors(value, forms.append)
+        _lay_out(value, forms, self._aside)
+        laid_out = LazyFile(self._aside)
+        map_tensors(laid_out.value, places.append)
         self._offsets = {
-            id(tensor): place.untyped_storage()._checkpoint_offset
-            for tensor, place in zip(forms, places, strict=True)
-            if place.numel()
+            id(tensor): laid_out.place(place) for tensor, place in zip(forms, places, strict=True)
         }
         self._forms = forms  # so that their ids stay theirs
-        self._file = open(self._aside, "r+b")
+        self._file = open(self._aside, "r+b", buffering=0)
 
     def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fills in the tensor of that form."""
         _check(tensor, expected)
         if tensor.numel():
             self._file.seek(self._offsets[id(expected)])
-            self._file.write(_bytes(tensor))
+            _write(self._file, tensor)
 
     def close(self) -> Digests:
         """The file takes its name; returns its digest."""
         with self._file as file:
-            file.flush()
             os.fsync(file.fileno())
         os.replace(self._aside, self._path)
         return {self._path: digest_of(self._path)}
@@ -142,22 +149,37 @@ class SafetensorsSink:
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in forms}
         self._forms = forms
-        self._file = open(self._aside, "wb")
+        self._file = open(self._aside, "wb", buffering=0)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Fills in one tensor."""
         _check(tensor, self._forms[name])
         self._file.seek(self._offsets[name])
-        self._file.write(_bytes(tensor))
+        _write(self._file, tensor)
 
-    def close(self) -> Digest:
+    def __enter__(self) -> "SafetensorsSink":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """The file takes its name; after an error it is gone."""
+        if kind is not None:
+            self._file.close()
+            self._aside.unlink()
+            return
         with self._file as file:
-            file.flush()
             os.fsync(file.fileno())
         os.replace(self._aside, self._path)
-        return digest_of(self._path)
 
 
 def sink(value, path: Path, xser: bool) -> PlainSink | XserSink:
     return (XserSink if xser else PlainSink)(value, path)
+
+
+def close_all(sinks: Iterable[PlainSink | XserSink]) -> Digests:
+    """Closes each, two at a time, as flushing waits for the disk and hashing does not."""
+    written: Digests = {}
+    with ThreadPoolExecutor(2) as threads:
+        for digests in threads.map(lambda each: each.close(), sinks):
+            written |= digests
+    return written

@@ -2,8 +2,11 @@
 and progress.
 """
 
+import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -11,6 +14,8 @@ from . import tags
 from .files import write_object
 from .reader import Reader
 from .tensors import Digests
+
+T = TypeVar("T")
 
 
 def find(path: str | Path) -> tags.Complete:
@@ -28,8 +33,35 @@ def find(path: str | Path) -> tags.Complete:
         raise FileNotFoundError(str(error)) from error
 
 
-def open_checkpoint(path: str | Path) -> Reader:
-    return Reader(find(path))
+class CheckedReader(Reader):
+    """A reader whose files are checked against their digests on the side, not before their use."""
+
+    def __init__(self, checkpoint: tags.Complete):
+        super().__init__(checkpoint, check=False)
+        thread = ThreadPoolExecutor(1)
+        self._soundness = thread.submit(self.verify_all)
+        thread.shutdown(wait=False)
+
+    def sound(self, function: Callable[..., T], *args) -> T:
+        """What `function(*args)` makes of the checkpoint, if all of its files are sound.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, truncated or altered; that comes
+                before any error that it may have led to.
+        """
+        try:
+            result = function(*args)
+        except Exception as error:
+            if (reason := self._soundness.exception()) is not None:
+                raise reason from error
+            raise
+        self._soundness.result()
+        return result
+
+
+def open_checkpoint(path: str | Path) -> CheckedReader:
+    """The checkpoint at `path`, or the latest one in the folder `path`."""
+    return CheckedReader(find(path))
 
 
 def described(reader: Reader) -> Reader:
@@ -79,7 +111,11 @@ def write_checkpoint(
         output.rmdir()  # `check_output` has seen that it is empty
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = tags.begin(output.parent, tags.check_tag(output.name))
-    files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
+    try:
+        files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
+    except BaseException:
+        shutil.rmtree(aside)
+        raise
     tags.publish(aside, step, files, mesh)
 
 
