@@ -1,4 +1,6 @@
-"""The tutorials' AdamW against its formulas, against torch's where they coincide, and the decay groups."""
+"""The tutorials' AdamW against its formulas, against torch's where they coincide, and the decay
+groups.
+"""
 
 import math
 
@@ -22,17 +24,24 @@ def train(make, steps=20, dtype=torch.float64, weights=None):
 
 def test_equals_torch_without_epsilon_and_decay():
     ours, _ = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0))
-    theirs, _ = train(lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0, weight_decay=0.0))
+    theirs, _ = train(
+        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0, weight_decay=0.0)
+    )
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_epsilon_is_torchs_times_the_correction():
     eps, beta2 = 1e-2, 0.95
-    ours, _ = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2, betas=(0.8, beta2), eps=eps), steps=1)
+    ours, _ = train(
+        lambda p: AdamW_FP32OptimParams(p, lr=1e-2, betas=(0.8, beta2), eps=eps), steps=1
+    )
     corrected = eps / math.sqrt(1 - beta2)
     theirs, _ = train(
-        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, beta2), eps=corrected, weight_decay=0.0), steps=1
+        lambda p: torch.optim.AdamW(
+            p, lr=1e-2, betas=(0.8, beta2), eps=corrected, weight_decay=0.0
+        ),
+        steps=1,
     )
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -65,7 +74,14 @@ def test_decay_alone_is_torchs():
     assert torch.equal(*results) and results[0].tolist() == pytest.approx([0.95, -1.9])
 
 
-@pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "dtype, wide",
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
 def test_state_is_wide_and_survives_a_load(dtype, wide):
     def make(p):
         return AdamW_FP32OptimParams(p, lr=1e-2)
@@ -98,9 +114,13 @@ def test_a_parameter_without_gradient_is_left_alone():
     assert unused.tolist() == [1, 1] and used[0] != 1 and unused not in optimizer.state
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}])
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+)
 def test_bad_values_are_named(bad):
-    with pytest.raises(ValueError, match=str(next(iter(bad.values()))).replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(
+        ValueError, match=str(next(iter(bad.values()))).replace("(", r"\(").replace(")", r"\)")
+    ):
         AdamW_FP32OptimParams([nn.Parameter(torch.ones(1))], **bad)
 
 
@@ -122,6 +142,16 @@ def test_decay_groups_go_by_module_type():
     decayed, plain = get_param_groups_by_weight_decay(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
     expected = [model.dense.weight, model.normal_projection.weight, model.embed.weight]
-    assert {id(p) for p in decayed["params"]} == {id(p) for p in expected} and len(decayed["params"]) == 3
-    expected = [model.LayerNorm.weight, model.LayerNorm.bias, model.final.weight, model.dense.bias, model.head.bias]
-    assert {id(p) for p in plain["params"]} == {id(p) for p in expected} and len(plain["params"]) == 5
+    assert {id(p) for p in decayed["params"]} == {id(p) for p in expected} and len(
+        decayed["params"]
+    ) == 3
+    expected = [
+        model.LayerNorm.weight,
+        model.LayerNorm.bias,
+        model.final.weight,
+        model.dense.bias,
+        model.head.bias,
+    ]
+    assert {id(p) for p in plain["params"]} == {id(p) for p in expected} and len(
+        plain["params"]
+    ) == 5

@@ -1,4 +1,6 @@
-"""Gradients between backward and step: norms counted once, averages over the right group, drift found by name."""
+"""Gradients between backward and step: norms counted once, averages over the right group, drift
+found by name.
+"""
 
 import math
 
@@ -22,14 +24,16 @@ def parameter(grad, sharded=False, dtype=torch.float32, **marks):
     return p
 
 
-# --- the norm ----------------------------------------------------------------------------------------------------
+# --- the norm -------------------------------------------------------------------------------------
 
 
 def clip_sharded_and_replicated(force_spmd):
     sharded, replicated = parameter([3.0 + TP()], sharded=True), parameter([12.0])
     unused = nn.Parameter(torch.zeros(2))
     elsewhere = parameter([100.0], shared=True)
-    norm = grads.clip_grad_norm((p for p in (sharded, unused, replicated, elsewhere)), 1.0, force_spmd=force_spmd)
+    norm = grads.clip_grad_norm(
+        (p for p in (sharded, unused, replicated, elsewhere)), 1.0, force_spmd=force_spmd
+    )
     return norm, sharded.grad, replicated.grad, unused.grad
 
 
@@ -54,9 +58,18 @@ def test_data_parallel_replicas_do_not_add_up_and_a_small_norm_changes_nothing(r
 
 
 def clip_tied():
-    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False), "c": nn.Linear(1, 1, bias=False)})
+    model = nn.ModuleDict(
+        {
+            "a": nn.Linear(1, 1, bias=False),
+            "b": nn.Linear(1, 1, bias=False),
+            "c": nn.Linear(1, 1, bias=False),
+        }
+    )
     model["b"].weight = model["a"].weight
-    model["a"].weight.grad, model["c"].weight.grad = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
+    model["a"].weight.grad, model["c"].weight.grad = (
+        torch.full((1, 1), 3.0),
+        torch.full((1, 1), 4.0),
+    )
     parameters = [m.weight for m in model.values()]
     norm = grads.clip_grad_norm(parameters, 1.0)
     return norm.item(), parameters[0].grad.item()
@@ -83,16 +96,27 @@ def test_every_norm_type_equals_that_of_the_whole_vector(ranks, dtype):
 
 
 def kv_norm():
-    parallel_state.initialize_kv_group(2)  # ranks 0 and 2 hold one key/value head, 1 and 3 the other
+    parallel_state.initialize_kv_group(
+        2
+    )  # ranks 0 and 2 hold one key/value head, 1 and 3 the other
     head = TP() % 2
-    separate = [parameter([1.0 + TP()], sharded=True), parameter([10.0 * (1 + head)], sharded=True, kv_shared_numel=1)]
+    separate = [
+        parameter([1.0 + TP()], sharded=True),
+        parameter([10.0 * (1 + head)], sharded=True, kv_shared_numel=1),
+    ]
     fused = parameter([1.0 + TP(), 10.0 * (1 + head)], sharded=True, kv_shared_numel=1)
-    return [grads.get_grad_norm(separate), grads.get_grad_norm(fused), grads.get_grad_norm(fused, math.inf)]
+    return [
+        grads.get_grad_norm(separate),
+        grads.get_grad_norm(fused),
+        grads.get_grad_norm(fused, math.inf),
+    ]
 
 
 def test_weights_shared_by_a_kv_group_count_once(ranks):
     for result in ranks(kv_norm, world_size=4, tp=4):
-        assert [n.item() for n in result] == pytest.approx([math.sqrt(1 + 4 + 9 + 16 + 100 + 400)] * 2 + [20.0])
+        assert [n.item() for n in result] == pytest.approx(
+            [math.sqrt(1 + 4 + 9 + 16 + 100 + 400)] * 2 + [20.0]
+        )
 
 
 def no_gradients():
@@ -129,7 +153,7 @@ def test_the_norm_takes_one_small_all_reduce(ranks):
     assert ranks(coalesced_collectives, world_size=2, tp=2)[0] == {("all_reduce", 2): 1}
 
 
-# --- reductions --------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def average_accumulated():
@@ -157,11 +181,17 @@ def test_the_average_is_over_data_parallel_alone(ranks):
 
 def average_many(cap_mb):
     torch.manual_seed(DP())
-    tensors = [torch.randn(n).to(dtype) for n in (3, 1000, 7, 500) for dtype in (torch.float32, torch.bfloat16)]
+    tensors = [
+        torch.randn(n).to(dtype)
+        for n in (3, 1000, 7, 500)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     tensors += [torch.randn(()), torch.randn(4, 5).t()]
     before = [t.clone() for t in tensors]
     with comm.record() as log:
-        grads.bucket_allreduce_gradients(iter(tensors), bucket_cap_mb=cap_mb, reduce_dtype=torch.float32)
+        grads.bucket_allreduce_gradients(
+            iter(tensors), bucket_cap_mb=cap_mb, reduce_dtype=torch.float32
+        )
     return before, tensors, len(log)
 
 
@@ -214,7 +244,10 @@ def sequence_parallel_sum(attribute):
 
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 def test_sequence_parallel_gradients_are_summed(ranks, attribute):
-    assert ranks(sequence_parallel_sum, attribute, world_size=2, tp=2) == [(10.0, 3.0, 1), (10.0, 7.0, 1)]
+    assert ranks(sequence_parallel_sum, attribute, world_size=2, tp=2) == [
+        (10.0, 3.0, 1),
+        (10.0, 7.0, 1),
+    ]
 
 
 def context_parallel_average():
@@ -228,7 +261,7 @@ def test_context_parallel_gradients_are_averaged(ranks):
     assert ranks(context_parallel_average, world_size=2, tp=None) == [4.0, 4.0]
 
 
-# --- replicated stays replicated ---------------------------------------------------------------------------------
+# --- replicated stays replicated ------------------------------------------------------------------
 
 
 def drift(where):
@@ -250,15 +283,21 @@ def test_ranks_that_agree_pass(ranks):
 
 
 @pytest.mark.parametrize(
-    "where, groups", [("norm", ["rank 3 differs from rank 1 of the same data", "rank 3 differs from rank 2 of the same tensor"]),
-                      ("dense", ["rank 3 differs from rank 1 of the same data"])]
-)  # fmt: skip
+    "where, groups",
+    [
+        ("norm", ["rank 1 of the same data", "rank 2 of the same tensor"]),
+        ("dense", ["rank 1 of the same data"]),
+    ],
+)
 def test_a_drifted_parameter_is_named_with_its_rank_on_all(ranks, where, groups):
     messages = ranks(drift, where, world_size=4, tp=2)
     assert len(set(messages)) == 1
     lines = messages[0].splitlines()[1:]
     assert len(lines) == len(groups)
-    assert all(f"parameter '{where}.weight' on {g}" in line for g, line in zip(groups, lines))
+    assert all(
+        f"parameter '{where}.weight' on rank 3 differs from {g}" in line
+        for g, line in zip(groups, lines)
+    )
 
 
 def kv_drift():
@@ -274,4 +313,6 @@ def kv_drift():
 
 def test_drift_within_a_kv_group_is_found(ranks):
     before, after = ranks(kv_drift, world_size=4, tp=4)[1]
-    assert before == [] and after == ["parameter 'qkv' on rank 2 differs from rank 0 of the same kv-parallel group"]
+    assert before == [] and after == [
+        "parameter 'qkv' on rank 2 differs from rank 0 of the same kv-parallel group"
+    ]

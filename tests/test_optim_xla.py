@@ -1,4 +1,6 @@
-"""Gradients, random streams and optimizers on XLA: the values of the CPU, and no compilation after the second step."""
+"""Gradients, random streams and optimizers on XLA: the values of the CPU, and no compilation after
+the second step.
+"""
 
 import importlib.util
 
@@ -10,7 +12,10 @@ from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import grads, parallel_state, random
-from tutorial_lib.parallel_layers.utils import move_model_to_device, set_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers.utils import (
+    move_model_to_device,
+    set_tensor_model_parallel_attributes,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None or importlib.util.find_spec("jax") is None,
@@ -26,14 +31,21 @@ class Small(nn.Module):
         torch.manual_seed(0)
         for name, shape in {"matrix": (5, 7), "five": (5,), "one": (1,), "scalar": ()}.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
-        tp, place = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+        tp, place = (
+            parallel_state.get_tensor_model_parallel_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         self.cut = nn.Parameter((0.1 * torch.randn(4, 7)).chunk(tp)[place].to(dtype).clone())
         set_tensor_model_parallel_attributes(self.cut, True, 0, 1)
         self.tied = self.matrix
 
     def forward(self, x):
         hidden = torch.tanh(self.matrix @ x) * self.five + self.scalar
-        return (hidden.sum() * self.one.sum()) ** 2 * 50 + (self.cut @ x).pow(3).sum() + self.tied.pow(2).sum()
+        return (
+            (hidden.sum() * self.one.sum()) ** 2 * 50
+            + (self.cut @ x).pow(3).sum()
+            + self.tied.pow(2).sum()
+        )
 
 
 def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5):
@@ -43,7 +55,9 @@ def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5)
     groups = [{"params": [model.matrix, model.cut], "weight_decay": 0.1}]
     groups += [{"params": [model.five, model.one, model.scalar], "weight_decay": 0.0}]
     if zero:
-        optimizer = NeuronZero1Optimizer(groups, optimizer_class, max_norm=clip, use_grad_acc_hook=hook, lr=1e-2)
+        optimizer = NeuronZero1Optimizer(
+            groups, optimizer_class, max_norm=clip, use_grad_acc_hook=hook, lr=1e-2
+        )
     else:
         optimizer = optimizer_class(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -100,7 +114,9 @@ def test_bfloat16_with_masters_stays_near_the_cpu(ranks):
     expected = ranks(train, AdamW_FP32OptimParams, True, 0.5, **options)
     found = ranks(train, AdamW_FP32OptimParams, True, 0.5, **options, backend="xla")
     for a, b in zip(expected[0][0], found[0][0]):
-        torch.testing.assert_close(a, b, rtol=2**-8, atol=1e-3)  # one bfloat16 step of a weight, a tenth of five updates
+        torch.testing.assert_close(
+            a, b, rtol=2**-8, atol=1e-3
+        )  # one bfloat16 step of a weight, a tenth of five updates
         assert b.dtype == torch.bfloat16
 
 
@@ -121,7 +137,9 @@ def masks():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_dropout_streams(ranks, tp):
-    (replicated, sharded, first, again), (other, other_sharded, *_) = ranks(masks, world_size=2, tp=tp, backend="xla")
+    (replicated, sharded, first, again), (other, other_sharded, *_) = ranks(
+        masks, world_size=2, tp=tp, backend="xla"
+    )
     assert torch.equal(replicated, other) == (tp == 2)
     assert not torch.equal(sharded, other_sharded) and not torch.equal(sharded, replicated)
     assert torch.equal(first, again)
@@ -147,6 +165,8 @@ def recompute(checkpointed):
 
 
 def test_a_recomputed_forward_replays_its_dropout(ranks):
-    plain, again = (ranks(recompute, c, world_size=2, tp=2, backend="xla")[0] for c in (False, True))
+    plain, again = (
+        ranks(recompute, c, world_size=2, tp=2, backend="xla")[0] for c in (False, True)
+    )
     for a, b in zip(plain, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -1,4 +1,6 @@
-"""Random streams: equal where activations are replicated, different where they are not, and back after a restore."""
+"""Random streams: equal where activations are replicated, different where they are not, and back
+after a restore.
+"""
 
 import io
 import random as python_random
@@ -22,7 +24,12 @@ def masks():
     def draw():
         with random.get_xla_rng_tracker().fork():
             inside = dropout(x)
-        return [inside, dropout(x), torch.from_numpy(np.random.rand(3)), torch.tensor(python_random.random())]
+        return [
+            inside,
+            dropout(x),
+            torch.from_numpy(np.random.rand(3)),
+            torch.tensor(python_random.random()),
+        ]
 
     expected = draw()
     file = io.BytesIO()
@@ -67,7 +74,9 @@ def misuse(which):
         pass
 
 
-@pytest.mark.parametrize("which, message", [("name", "'a'"), ("seed", "seed 1"), ("fork", "'c'.*'a'")])
+@pytest.mark.parametrize(
+    "which, message", [("name", "'a'"), ("seed", "seed 1"), ("fork", "'c'.*'a'")]
+)
 def test_streams_are_unique_and_known(which, message):
     with pytest.raises(ValueError, match=message):
         misuse(which)

@@ -1,4 +1,6 @@
-"""One configuration for model and optimizer: the order within a step, schedulers, meta-device and wave-wise building."""
+"""One configuration for model and optimizer: the order within a step, schedulers, meta-device and
+wave-wise building.
+"""
 
 import pytest
 import torch
@@ -8,14 +10,20 @@ from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
 from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
-from tutorial_lib.trainer import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from tutorial_lib.trainer import (
+    initialize_parallel_model,
+    initialize_parallel_optimizer,
+    neuronx_distributed_config,
+)
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
 SEQUENCE = 8
 
 
 class Normed(nn.Module):
-    """A norm and a bias that run on this rank's part of the sequence, and a weight cut over the ranks."""
+    """A norm and a bias that run on this rank's part of the sequence, and a weight cut over the
+    ranks.
+    """
 
     def __init__(self, tp_size):
         super().__init__()
@@ -30,24 +38,34 @@ class Normed(nn.Module):
         set_tensor_model_parallel_attributes(self.dense, True, 0, 1)
 
     def loss(self, x):
-        """x: (SEQUENCE, 4), the whole sequence. A sum over positions, and over the rows of the weight."""
+        """x: (SEQUENCE, 4), the whole sequence. A sum over positions, and over the rows of the
+        weight.
+        """
         part = x.chunk(self.tp_size)[TP()] if self.tp_size > 1 else x
         replicated = (self.norm(part) + self.bias).pow(2).sum()
         return (replicated + (x @ self.dense.t()).pow(2).sum()) / 100
 
 
 def data(replica, step, micro):
-    return torch.randn(SEQUENCE, 4, generator=torch.Generator().manual_seed(100 * step + 10 * replica + micro))
+    return torch.randn(
+        SEQUENCE, 4, generator=torch.Generator().manual_seed(100 * step + 10 * replica + micro)
+    )
 
 
 def train(tp, zero, clip, dp=2, sequence_parallel=True, steps=3):
     config = neuronx_distributed_config(
         tensor_parallel_size=tp,
-        optimizer_config={"zero_one_enabled": zero, "grad_clipping": clip is not None, "max_grad_norm": clip or 1.0},
+        optimizer_config={
+            "zero_one_enabled": zero,
+            "grad_clipping": clip is not None,
+            "max_grad_norm": clip or 1.0,
+        },
         sequence_parallel=sequence_parallel,
     )
     model = Normed(tp)
-    optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    optimizer = initialize_parallel_optimizer(
+        config, torch.optim.AdamW, model.parameters(), lr=1e-2
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     norms = []
     for step in range(steps):
@@ -59,7 +77,11 @@ def train(tp, zero, clip, dp=2, sequence_parallel=True, steps=3):
         norms.append(optimizer.grad_norm)
     drift = consistency.find_drift(model)
     dense = comm.all_gather(model.dense.detach(), 0)
-    return {"dense": dense, **{n: p.detach() for n, p in model.named_parameters() if n != "dense"}}, norms, drift
+    return (
+        {"dense": dense, **{n: p.detach() for n, p in model.named_parameters() if n != "dense"}},
+        norms,
+        drift,
+    )
 
 
 def single(clip, steps=3, dp=2):
@@ -94,22 +116,35 @@ def test_a_step_equals_that_of_one_process(ranks, tp, zero, clip):
 
 def test_without_the_sum_norm_weights_drift_and_the_check_says_so(ranks):
     for _, _, drift in ranks(train, 2, False, None, sequence_parallel=False, world_size=4, tp=None):
-        assert any("'norm.weight' on rank 1 differs from rank 0 of the same tensor-parallel" in line for line in drift)
+        assert any(
+            "'norm.weight' on rank 1 differs from rank 0 of the same tensor-parallel" in line
+            for line in drift
+        )
         assert not any("'dense'" in line for line in drift)
 
 
 def optimizer_facts():
     config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, [{"params": [p], "lr": 0.5}], lr=1.0)
+    optimizer = initialize_parallel_optimizer(
+        config, torch.optim.SGD, [{"params": [p], "lr": 0.5}], lr=1.0
+    )
     inner = optimizer.optimizer
-    assert isinstance(inner, NeuronZero1Optimizer) and inner.use_grad_acc_hook and inner.save_master_weights
-    assert optimizer.param_groups is inner.param_groups and optimizer.state_dict().keys() == inner.state_dict().keys()
+    assert (
+        isinstance(inner, NeuronZero1Optimizer)
+        and inner.use_grad_acc_hook
+        and inner.save_master_weights
+    )
+    assert (
+        optimizer.param_groups is inner.param_groups
+        and optimizer.state_dict().keys() == inner.state_dict().keys()
+    )
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.step(lambda: p.float().sum()) == 4.0
     config = neuronx_distributed_config(
-        optimizer_config={"zero_one_enabled": True}, mixed_precision_config={"use_master_weights": False}
+        optimizer_config={"zero_one_enabled": True},
+        mixed_precision_config={"use_master_weights": False},
     )
     q = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, [q], lr=1.0)
@@ -119,17 +154,32 @@ def optimizer_facts():
 
 
 def test_the_wrapper_passes_everything_on(ranks):
-    assert ranks(optimizer_facts, world_size=2, tp=None) == [([0.5, 1.0], torch.bfloat16, torch.float32)] * 2
+    assert (
+        ranks(optimizer_facts, world_size=2, tp=None)
+        == [([0.5, 1.0], torch.bfloat16, torch.float32)] * 2
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"optimizer_config": {"zero": True}}, ValueError, "unknown keys zero; it takes zero_one_enabled"),
+        (
+            {"optimizer_config": {"zero": True}},
+            ValueError,
+            "unknown keys zero; it takes zero_one_enabled",
+        ),
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm 0"),
-        ({"mixed_precision_config": {"use_master_weights": True}}, ValueError, "use_master_weights needs"),
+        (
+            {"mixed_precision_config": {"use_master_weights": True}},
+            ValueError,
+            "use_master_weights needs",
+        ),
         ({"model_init_config": {"meta_device_init": True}}, ValueError, "param_init_fn"),
-        ({"model_init_config": {"sequential_move_factor": 0}}, ValueError, "sequential_move_factor 0"),
+        (
+            {"model_init_config": {"sequential_move_factor": 0}},
+            ValueError,
+            "sequential_move_factor 0",
+        ),
         ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
         ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),
     ],
@@ -143,11 +193,15 @@ def test_a_configuration_is_completed_in_a_copy():
     given = {"zero_one_enabled": True}
     config = neuronx_distributed_config(optimizer_config=given)
     assert given == {"zero_one_enabled": True}
-    assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert config["optimizer_config"] == {
+        "zero_one_enabled": True,
+        "grad_clipping": True,
+        "max_grad_norm": 1.0,
+    }
     assert all(config["mixed_precision_config"].values())
 
 
-# --- the model ---------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -172,13 +226,23 @@ def fill(module, device):
 
 def build(meta, factor):
     config = neuronx_distributed_config(
-        model_init_config={"meta_device_init": meta, "param_init_fn": fill, "sequential_move_factor": factor}
+        model_init_config={
+            "meta_device_init": meta,
+            "param_init_fn": fill,
+            "sequential_move_factor": factor,
+        }
     )
     model = initialize_parallel_model(config, Tied, False, 4)
     inner = model.original_module()
     assert inner.head.weight is inner.embed.weight and inner.embed.weight.partition_dim == 0
-    assert model.table.tolist() == [0, 1, 2] and model.local_modules() == [inner] and model.dtype == torch.float32
-    assert list(model.state_dict()) == list(inner.state_dict()) and len(list(model.parameters())) == 1
+    assert (
+        model.table.tolist() == [0, 1, 2]
+        and model.local_modules() == [inner]
+        and model.dtype == torch.float32
+    )
+    assert (
+        list(model.state_dict()) == list(inner.state_dict()) and len(list(model.parameters())) == 1
+    )
     loss = model.run_train(torch.tensor([1, 2]))
     assert not loss.requires_grad and inner.embed.weight.grad is not None
     return inner.embed.weight.detach(), str(inner.embed.weight.device)
@@ -234,18 +298,25 @@ def checkpointed(which):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         loss = model(torch.ones(2, 4))
     loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())], list(model.state_dict()), len(kept)
+    return (
+        [loss.detach(), *(p.grad for p in model.parameters())],
+        list(model.state_dict()),
+        len(kept),
+    )
 
 
 def test_checkpointing_keeps_less_and_changes_nothing(ranks):
     plain, names, kept = ranks(checkpointed, None, world_size=2, tp=None)[0]
     for which in (Block, [Block], "full"):
         found, found_names, fewer = ranks(checkpointed, which, world_size=2, tp=None)[0]
-        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)) and found_names == names
+        assert (
+            all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+            and found_names == names
+        )
         assert fewer < kept
 
 
-# --- xla_model ---------------------------------------------------------------------------------------------------
+# --- xla_model ------------------------------------------------------------------------------------
 
 
 def developer_guide():
@@ -283,7 +354,10 @@ def world_average():
 
 def test_no_groups_means_the_world_unless_that_mixes_weights(ranks):
     assert ranks(world_average, world_size=2) == [[1.5, 1.5]] * 2
-    assert all("tensor-parallel groups of 2" in message for message in ranks(world_average, world_size=2, tp=2))
+    assert all(
+        "tensor-parallel groups of 2" in message
+        for message in ranks(world_average, world_size=2, tp=2)
+    )
 
 
 def meet(tag):

@@ -43,7 +43,9 @@ def build():
 def check(model):
     inner, weight = model["inner"], model["inner"].embed.weight
     assert inner.head.weight is weight and model["other"].weight is weight
-    assert is_tensor_parallel(weight) and weight.partition_dim == 0 and weight.rank_ordering == [1, 0]
+    assert (
+        is_tensor_parallel(weight) and weight.partition_dim == 0 and weight.rank_ordering == [1, 0]
+    )
     assert weight.of_ones_own == "kept"
     assert inner.norm.weight.sequence_parallel_enabled
     assert inner.norm.same_mask is inner.mask
@@ -85,14 +87,18 @@ def test_marks_survive_a_change_of_dtype():
 
 def test_marks_survive_a_deep_copy_of_modules_that_ask_for_it():
     norm = copy.deepcopy(nn.ModuleDict({"a": Norm()}))["a"]
-    assert norm.weight.sequence_parallel_enabled and not hasattr(norm.bias, "sequence_parallel_enabled")
+    assert norm.weight.sequence_parallel_enabled and not hasattr(
+        norm.bias, "sequence_parallel_enabled"
+    )
     torch.testing.assert_close(norm(torch.arange(4.0)), nn.LayerNorm(4)(torch.arange(4.0)))
 
 
 def duplicates():
     sharded, replicated = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     set_tensor_model_parallel_attributes(sharded, True, 0, 1)
-    return param_is_not_tensor_parallel_duplicate(sharded), param_is_not_tensor_parallel_duplicate(replicated)
+    return param_is_not_tensor_parallel_duplicate(sharded), param_is_not_tensor_parallel_duplicate(
+        replicated
+    )
 
 
 def test_one_rank_stands_for_a_replicated_parameter(ranks):

@@ -18,15 +18,27 @@ TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_
 
 
 class Odd(nn.Module):
-    """Parameters of 5, 3, 1 and 0-d elements, a sharded one, a frozen one and one that no loss depends on."""
+    """Parameters of 5, 3, 1 and 0-d elements, a sharded one, a frozen one and one that no loss
+    depends on.
+    """
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
-        shapes = {"five": (5,), "three": (3, 1), "one": (1,), "scalar": (), "matrix": (5, 7), "frozen": (4,), "unused": (2,)}
+        shapes = {
+            "five": (5,),
+            "three": (3, 1),
+            "one": (1,),
+            "scalar": (),
+            "matrix": (5, 7),
+            "frozen": (4,),
+            "unused": (2,),
+        }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
-        self.sharded = nn.Parameter((0.1 * torch.randn(4, 6))[2 * TP() : 2 * TP() + 2].to(dtype).clone())
+        self.sharded = nn.Parameter(
+            (0.1 * torch.randn(4, 6))[2 * TP() : 2 * TP() + 2].to(dtype).clone()
+        )
         set_tensor_model_parallel_attributes(self.sharded, True, 0, 1)
         self.frozen.requires_grad_(False)
 
@@ -53,11 +65,20 @@ def train(optimizer_class, zero, clip, steps=20, schedule=True, dtype=torch.floa
     defaults = {"lr": 1e-2, "weight_decay": 0.1}
     if zero:
         optimizer = NeuronZero1Optimizer(
-            model.groups(), optimizer_class, grad_clipping=clip is not None, max_norm=clip, **options, **defaults
+            model.groups(),
+            optimizer_class,
+            grad_clipping=clip is not None,
+            max_norm=clip,
+            **options,
+            **defaults,
         )
     else:
         optimizer = optimizer_class(model.groups(), **defaults)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if schedule else None
+    scheduler = (
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if schedule
+        else None
+    )
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -76,7 +97,9 @@ def train(optimizer_class, zero, clip, steps=20, schedule=True, dtype=torch.floa
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams, torch.optim.SGD]
+)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("world_size, tp", [(2, 1), (4, 2), (4, 1), (1, 1)])
 def test_equals_the_plain_optimizer(ranks, world_size, tp, clip, optimizer_class):
@@ -92,7 +115,9 @@ def test_equals_the_plain_optimizer(ranks, world_size, tp, clip, optimizer_class
     for index in range(world_size):
         for name in zero[0][0]:
             peers = [index % tp] if name == "sharded" else [0]
-            assert all(torch.equal(zero[index][0][name], zero[peer][0][name]) for peer in peers), name
+            assert all(torch.equal(zero[index][0][name], zero[peer][0][name]) for peer in peers), (
+                name
+            )
 
 
 @pytest.mark.parametrize("caps", [0, 0.0001])
@@ -136,7 +161,10 @@ def norm_of_one_parameter():
 
 
 def test_the_norm_is_over_all_shards(ranks):
-    assert ranks(norm_of_one_parameter, world_size=2) == [(5.0, pytest.approx([-0.6, -0.8], abs=1e-6))] * 2
+    assert (
+        ranks(norm_of_one_parameter, world_size=2)
+        == [(5.0, pytest.approx([-0.6, -0.8], abs=1e-6))] * 2
+    )
 
 
 def norm_over_tensor_parallel():
@@ -144,13 +172,18 @@ def norm_over_tensor_parallel():
     set_tensor_model_parallel_attributes(sharded, True, 0, 1)
     sharded.grad, replicated.grad = torch.tensor([3.0 + TP()]), torch.tensor([12.0])
     tp_groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
-    optimizer = NeuronZero1Optimizer([sharded, replicated], torch.optim.SGD, grad_norm_groups=tp_groups, lr=1.0)
+    optimizer = NeuronZero1Optimizer(
+        [sharded, replicated], torch.optim.SGD, grad_norm_groups=tp_groups, lr=1.0
+    )
     optimizer.step()
     return optimizer.grad_norm.item(), replicated.item()
 
 
 def test_the_norm_counts_replicated_parameters_once(ranks):
-    assert ranks(norm_over_tensor_parallel, world_size=4, tp=2) == [(13.0, pytest.approx(-12 / 13, abs=1e-6))] * 4
+    assert (
+        ranks(norm_over_tensor_parallel, world_size=4, tp=2)
+        == [(13.0, pytest.approx(-12 / 13, abs=1e-6))] * 4
+    )
 
 
 def kv_norm_of_shards():
@@ -170,7 +203,9 @@ def test_the_shared_part_of_a_shard_counts_once(ranks):
     for expected, found in ranks(kv_norm_of_shards, world_size=4, tp=2):
         own = sum((i + r) ** 2 for r in (0, 1) for i in range(3))
         kv = sum((10 + i) ** 2 for i in range(4))  # with tp 2 and a kv group of 2 there is one head
-        assert expected == pytest.approx((own + (kv + sum((11 + i) ** 2 for i in range(4))) / 2) ** 0.5)
+        assert expected == pytest.approx(
+            (own + (kv + sum((11 + i) ** 2 for i in range(4))) / 2) ** 0.5
+        )
         assert found == pytest.approx(expected)
 
 
@@ -180,7 +215,9 @@ def state_size(numel):
     optimizer = NeuronZero1Optimizer([p], torch.optim.AdamW)
     optimizer.step()
     state = optimizer.state_dict()
-    moments = sum(t.numel() for s in state["base_state"].values() for k, t in s.items() if k != "step")
+    moments = sum(
+        t.numel() for s in state["base_state"].values() for k, t in s.items() if k != "step"
+    )
     return moments + sum(t.numel() for t in state["sharded_master_weights"].values())
 
 
@@ -192,12 +229,14 @@ def test_each_rank_holds_its_share_of_the_state(ranks, shape, world_size):
         assert held == pytest.approx(3 * numel / world_size, rel=0.01)
 
 
-# --- bfloat16 ----------------------------------------------------------------------------------------------------
+# --- bfloat16 -------------------------------------------------------------------------------------
 
 
 def constant_gradient(steps, lr, dtype=None, state=None):
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer([p], torch.optim.SGD, optimizer_dtype=dtype, grad_clipping=False, lr=lr)
+    optimizer = NeuronZero1Optimizer(
+        [p], torch.optim.SGD, optimizer_dtype=dtype, grad_clipping=False, lr=lr
+    )
     if state is not None:
         optimizer.load_state_dict(state[dist.get_rank()])
     for _ in range(steps):
@@ -226,7 +265,9 @@ def test_masters_survive_a_resume(ranks):
 
 def accumulate_small(use_hook):
     p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer([p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0)
+    optimizer = NeuronZero1Optimizer(
+        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
+    )
     for scale in [1.0] + [2**-9] * 256:
         (p * scale).sum().backward()
     seen = p.grad, getattr(p, "main_grad", None)
@@ -246,13 +287,15 @@ def test_gradients_accumulate_in_float32(ranks):
 @pytest.mark.parametrize("options", [{"use_grad_acc_hook": True}, {"higher_cc_precision": True}])
 def test_bf16_with_masters_follows_float32(ranks, options):
     wide = ranks(train, torch.optim.AdamW, True, 0.5, world_size=2)
-    narrow = ranks(train, torch.optim.AdamW, True, 0.5, dtype=torch.bfloat16, world_size=2, **options)
+    narrow = ranks(
+        train, torch.optim.AdamW, True, 0.5, dtype=torch.bfloat16, world_size=2, **options
+    )
     for name, value in narrow[0][0].items():
         assert value.dtype == torch.bfloat16
         torch.testing.assert_close(value.float(), wide[0][0][name], rtol=0.02, atol=0.02)
 
 
-# --- groups, missing gradients, resume ---------------------------------------------------------------------------
+# --- groups, missing gradients, resume ------------------------------------------------------------
 
 
 def add_group_later():
@@ -270,7 +313,9 @@ def test_a_group_can_be_added_later(ranks):
 
 def one_rank_lacks_a_gradient(use_hook):
     p = nn.Parameter(torch.zeros(3))
-    optimizer = NeuronZero1Optimizer([p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0)
+    optimizer = NeuronZero1Optimizer(
+        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
+    )
     if DP() == 1:
         (p * 4).sum().backward()
     optimizer.step()
@@ -284,7 +329,9 @@ def test_a_gradient_that_one_replica_lacks_counts_as_zero(ranks, use_hook):
 
 def closure_and_lazy():
     p = nn.Parameter(torch.zeros(3))
-    optimizer = NeuronZero1Optimizer([p], torch.optim.SGD, grad_clipping=False, lazy_init=True, lr=1.0)
+    optimizer = NeuronZero1Optimizer(
+        [p], torch.optim.SGD, grad_clipping=False, lazy_init=True, lr=1.0
+    )
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -307,7 +354,9 @@ def test_init_zero_takes_the_weights_as_they_are(ranks):
 
 def resume(steps, state=None, break_it=None):
     model = Odd(torch.bfloat16)
-    optimizer = NeuronZero1Optimizer(list(model.named_parameters()), torch.optim.AdamW, use_grad_acc_hook=True, lr=1e-2)
+    optimizer = NeuronZero1Optimizer(
+        list(model.named_parameters()), torch.optim.AdamW, use_grad_acc_hook=True, lr=1e-2
+    )
     start = 0
     if state is not None:
         weights, optimizer_state = torch.load(io.BytesIO(state[dist.get_rank()]), weights_only=True)
@@ -353,8 +402,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks, world_size, tp, order):
     info = state["shape_info"]
     assert [i["name"] for i in info.values()][:2] == ["five", "three"]
     assert info[0] == {
-        "name": "five", "shape": [5], "padding": 1, "dtype": "bfloat16", "tensor_model_parallel": False,
-        "partition_dim": -1, "partition_stride": 1, "num_partitions": -1, "rank_ordering": None,
+        "name": "five", "shape": [5], "padding": 1, "dtype": "bfloat16",
+        "tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1, "num_partitions": -1, "rank_ordering": None,
     }  # fmt: skip
 
 
@@ -365,13 +414,20 @@ def test_shards_put_together_are_the_parameter(ranks):
         masters = [state["sharded_master_weights"][place] for state in states]
         whole = join_shards(masters, info["shape"])
         assert torch.equal(whole.bfloat16(), weights[info["name"]])
-        assert torch.cat(masters)[whole.numel() :].tolist() == [0.0] * info["padding"], "padding leaked"
+        assert torch.cat(masters)[whole.numel() :].tolist() == [0.0] * info["padding"], (
+            "padding leaked"
+        )
 
 
-@pytest.mark.parametrize("break_it, message", [("size", "of 8.* of 2"), ("one", r"parameter 0 has shape \[5\].*\[6\]")])
+@pytest.mark.parametrize(
+    "break_it, message", [("size", "of 8.* of 2"), ("one", r"parameter 0 has shape \[5\].*\[6\]")]
+)
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks(ranks, break_it, message):
     saved = ranks(resume, 3, world_size=2)
-    assert all(re.search(message, found) for found in ranks(resume, 1, state=saved, break_it=break_it, world_size=2))
+    assert all(
+        re.search(message, found)
+        for found in ranks(resume, 1, state=saved, break_it=break_it, world_size=2)
+    )
 
 
 def wrong_arguments(options):
@@ -383,7 +439,11 @@ def wrong_arguments(options):
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"max_norm": -1.0}, "-1.0"), ({"sharding_groups": [[0]]}, "[[0]]"), ({"grad_norm_groups": [[0, 1]]}, "[[0, 1]]")],
+    [
+        ({"max_norm": -1.0}, "-1.0"),
+        ({"sharding_groups": [[0]]}, "[[0]]"),
+        ({"grad_norm_groups": [[0, 1]]}, "[[0, 1]]"),
+    ],
 )
 def test_bad_arguments_are_named_on_all_ranks(ranks, options, message):
     assert all(message in found for found in ranks(wrong_arguments, options, world_size=2))

@@ -1,17 +1,25 @@
-"""What the tutorials call on `torch_xla.core.xla_model`, on every backend: `import tutorial_lib.xla_model as xm`."""
+"""What the tutorials call on `torch_xla.core.xla_model`, on every backend: `import
+tutorial_lib.xla_model as xm`.
+"""
 
 import torch
 import torch.distributed as dist
 
 from tutorial_lib import launch
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, fill_missing_gradients, main_grad
+from tutorial_lib.parallel_layers.grads import (
+    bucket_allreduce_gradients,
+    fill_missing_gradients,
+    main_grad,
+)
 
 mark_step = launch.mark_step
 
 
 def xla_device() -> torch.device:
-    """The device that this rank computes on: XLA where this process computes with it, CUDA on NCCL, else the CPU."""
+    """The device that this rank computes on: XLA where this process computes with it, CUDA on NCCL,
+    else the CPU.
+    """
     if launch.uses_xla():
         return launch.get_device("xla")
     on_cuda = dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -47,27 +55,33 @@ def rendezvous(tag: str) -> None:
     """
     tags = parallel_state.gather_python_object(tag, parallel_state.get_world_group())
     if len(set(tags)) > 1:
-        raise RuntimeError(f"the ranks met with different tags: {', '.join(f'rank {r}: {t!r}' for r, t in enumerate(tags))}")
+        raise RuntimeError(
+            "the ranks met with different tags: "
+            + ", ".join(f"rank {rank}: {tag!r}" for rank, tag in enumerate(tags))
+        )
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: comm.Groups = None) -> None:
-    """Averages the gradients of an optimizer's parameters over the groups, in a few large all-reduces.
+    """Averages the gradients of an optimizer's parameters over the groups, in a few large
+    all-reduces.
 
-    The sum is divided by the size of the group. torch-xla divides by that of the world, so that its result is too small
-    by the tensor-parallel degree.
+    The sum is divided by the size of the group. torch-xla divides by that of the world, so that its
+    result is too small by the tensor-parallel degree.
 
     Args:
         groups: `parallel_state.get_data_parallel_group(as_list=True)`; by default the world.
 
     Raises:
-        ValueError: the default, where tensor parallelism is on: it would average parts of different weights.
+        ValueError: the default, where tensor parallelism is on: it would average parts of different
+            weights.
     """
     if groups is None:
         tp = parallel_state.get_tensor_model_parallel_size()
         if tp > 1:
             raise ValueError(
-                f"groups is None, which averages over all {xrt_world_size()} ranks, and tensor-parallel groups of {tp} hold "
-                "different weights: pass groups=parallel_state.get_data_parallel_group(as_list=True)"
+                f"groups is None, which averages over all {xrt_world_size()} ranks, and "
+                f"tensor-parallel groups of {tp} hold different weights: pass "
+                "groups=parallel_state.get_data_parallel_group(as_list=True)"
             )
         groups = parallel_state.get_world_group()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -83,7 +97,8 @@ def optimizer_step(
     groups: comm.Groups = None,
     pin_layout: bool = True,
 ):
-    """Averages the gradients over the groups (`reduce_gradients`), steps the optimizer and ends the traced step.
+    """Averages the gradients over the groups (`reduce_gradients`), steps the optimizer and ends the
+    traced step.
 
     Args:
         barrier, pin_layout: accepted for torch-xla's sake; the step is ended in any case.

@@ -1,10 +1,12 @@
-"""Times a ZeRO-1 step against PyTorch's ZeroRedundancyOptimizer around the same AdamW, on two data-parallel ranks.
+"""Times a ZeRO-1 step against PyTorch's ZeroRedundancyOptimizer around the same AdamW, on two
+data-parallel ranks.
 
     python -m tests.benchmarks.zero1_step [--hidden 512] [--layers 4] [--steps 30]
 
-In one run, interleaved, medians over the steps of the slower rank. PyTorch's optimizer expects averaged gradients, which
-DistributedDataParallel gives it by all-reduces; ours reduces them itself. So the rows to compare are "ours" and "torch,
-gradients averaged"; "torch, step alone" is what is left if that average cost nothing. Prints JSON.
+In one run, interleaved, medians over the steps of the slower rank. PyTorch's optimizer expects
+averaged gradients, which DistributedDataParallel gives it by all-reduces; ours reduces them itself.
+So the rows to compare are "ours" and "torch, gradients averaged"; "torch, step alone" is what is
+left if that average cost nothing. Prints JSON.
 """
 
 import argparse
@@ -25,11 +27,18 @@ DDP_BUCKET_MB = 25 * 2**20 / 1e6  # DistributedDataParallel's default
 
 
 def transformer_parameters(hidden: int, layers: int) -> list[nn.Parameter]:
-    """The shapes of a decoder: per layer two norms, fused qkv, output, and the two matrices of the MLP, with biases."""
+    """The shapes of a decoder: per layer two norms, fused qkv, output, and the two matrices of the
+    MLP, with biases.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(8192, hidden)]
     for _ in range(layers):
-        shapes += [(hidden,)] * 4 + [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
+        shapes += [(hidden,)] * 4 + [
+            (3 * hidden, hidden),
+            (3 * hidden,),
+            (hidden, hidden),
+            (hidden,),
+        ]
         shapes += [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,)]
     parameters = [nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
     for p in parameters:
@@ -43,7 +52,9 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
     ours, ours_clipped, theirs = (transformer_parameters(hidden, layers) for _ in range(3))
     zero = NeuronZero1Optimizer(ours, torch.optim.AdamW, grad_clipping=False, **options)
     zero_clipped = NeuronZero1Optimizer(ours_clipped, torch.optim.AdamW, **options)
-    torch_zero = ZeroRedundancyOptimizer(theirs, torch.optim.AdamW, parameters_as_bucket_view=False, **options)
+    torch_zero = ZeroRedundancyOptimizer(
+        theirs, torch.optim.AdamW, parameters_as_bucket_view=False, **options
+    )
 
     def average():
         bucket_allreduce_gradients([p.grad for p in theirs], bucket_cap_mb=DDP_BUCKET_MB)
@@ -53,7 +64,11 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
         "torch, gradients averaged": [average, torch_zero.step],
         "torch, step alone": [torch_zero.step],
         "ours, clipped": [zero_clipped.step],
-        "torch, gradients averaged and clipped": [average, lambda: clip_grad_norm(theirs, 1.0), torch_zero.step],
+        "torch, gradients averaged and clipped": [
+            average,
+            lambda: clip_grad_norm(theirs, 1.0),
+            torch_zero.step,
+        ],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(steps + 2):
@@ -68,7 +83,9 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
@@ -87,7 +104,9 @@ def main() -> None:
                 "steps": arguments.steps,
                 "median_ms": {name: round(1e3 * value, 2) for name, value in medians.items()},
                 "ours_over_torch": round(medians["ours"] / medians["torch, gradients averaged"], 3),
-                "ours_over_torch_step_alone": round(medians["ours"] / medians["torch, step alone"], 3),
+                "ours_over_torch_step_alone": round(
+                    medians["ours"] / medians["torch, step alone"], 3
+                ),
                 "clipped_ours_over_torch": round(
                     medians["ours, clipped"] / medians["torch, gradients averaged and clipped"], 3
                 ),

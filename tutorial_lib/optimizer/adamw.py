@@ -7,19 +7,21 @@ from torch import nn
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):
-    """The tutorials' AdamW: moments in float32 (float64 for such parameters) whatever dtype the gradients have.
+    """The tutorials' AdamW: moments in float32 (float64 for such parameters) whatever dtype the
+    gradients have.
 
     With gradient g at step t, in the arithmetic of the state:
 
         m ← β₁ m + (1 - β₁) g              v ← β₂ v + (1 - β₂) g²
-        p ← p - α m / (√v + ε)             α = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without `correct_bias`
-        p ← p - lr · weight_decay · p      after the update, with plain lr
+        p ← p - α m / (√v + ε)             α = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without
+        `correct_bias` p ← p - lr · weight_decay · p      after the update, with plain lr
 
-    (Kingma and Ba, 2015, end of section 2; Loshchilov and Hutter, 2019). `torch.optim.AdamW` adds ε to the corrected
-    √v, so its ε is this one over √(1 - β₂ᵗ), and it decays before the update; for ε = 0 and no decay the two agree.
+    (Kingma and Ba, 2015, end of section 2; Loshchilov and Hutter, 2019). `torch.optim.AdamW` adds ε
+    to the corrected √v, so its ε is this one over √(1 - β₂ᵗ), and it decays before the update; for
+    ε = 0 and no decay the two agree.
 
-    A bfloat16 parameter is updated in float32 and rounded, so small updates are lost: put the optimizer under
-    `NeuronZero1Optimizer`, which keeps a float32 master.
+    A bfloat16 parameter is updated in float32 and rounded, so small updates are lost: put the
+    optimizer under `NeuronZero1Optimizer`, which keeps a float32 master.
 
     Args:
         params: parameters or groups of them.
@@ -28,8 +30,8 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         correct_bias: see α.
         no_deprecation_warning: accepted and ignored.
 
-    The step count is a tensor on the parameter's device: a number that changes from step to step would make XLA compile
-    each step anew.
+    The step count is a tensor on the parameter's device: a number that changes from step to step
+    would make XLA compile each step anew.
     """
 
     def __init__(
@@ -51,7 +53,14 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         if weight_decay < 0:
             raise ValueError(f"weight_decay {weight_decay} is below 0")
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "correct_bias": correct_bias,
+            },
         )
 
     @torch.no_grad()
@@ -80,10 +89,14 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], group: dict) -> None:
-        """Steps parameters of one dtype and device together, each operation over all of them at once."""
+        """Steps parameters of one dtype and device together, each operation over all of them at
+        once.
+        """
         beta1, beta2 = group["betas"]
         states = [self.state[p] for p in parameters]
-        steps, m, v = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
+        steps, m, v = (
+            [state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq")
+        )
         wide = m[0].dtype
         grads = [p.grad.to(wide) for p in parameters]
         torch._foreach_add_(steps, 1)
@@ -94,7 +107,10 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         updates = torch._foreach_div(m, denominators)
         lr = torch.as_tensor(group["lr"], dtype=wide, device=parameters[0].device)
-        torch._foreach_mul_(updates, self._step_sizes(steps, lr, group) if group["correct_bias"] else [lr] * len(steps))
+        torch._foreach_mul_(
+            updates,
+            self._step_sizes(steps, lr, group) if group["correct_bias"] else [lr] * len(steps),
+        )
         masters = parameters if parameters[0].dtype == wide else [p.to(wide) for p in parameters]
         torch._foreach_sub_(masters, updates)
         if group["weight_decay"]:
@@ -107,11 +123,16 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         """α of each parameter."""
         t = torch.stack(steps).to(lr.dtype)
         # 1 - βᵗ, exact where βᵗ is close to 1.
-        corrections = [-torch.expm1(t * math.log(beta)) if beta else torch.ones_like(t) for beta in group["betas"]]
+        corrections = [
+            -torch.expm1(t * math.log(beta)) if beta else torch.ones_like(t)
+            for beta in group["betas"]
+        ]
         return list((lr * corrections[1].sqrt() / corrections[0]).unbind())
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads a state as it was saved: torch alone would round the moments to the dtype of the parameters."""
+        """Loads a state as it was saved: torch alone would round the moments to the dtype of the
+        parameters.
+        """
         super().load_state_dict(state_dict)
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -129,15 +150,19 @@ NORMS = (
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for torch's normalisations and for classes named after one (`LlamaRMSNorm`), which derive from none."""
+    """True for torch's normalisations and for classes named after one (`LlamaRMSNorm`), which
+    derive from none.
+    """
     return isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
 
 
 def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: all weights with decay; biases and what belongs to a normalisation without.
+    """Two parameter groups: all weights with decay; biases and what belongs to a normalisation
+    without.
 
-    It is the type of the module that counts, not a parameter's name: "LayerNorm.weight" does not contain "norm". A tied
-    parameter goes where its first module puts it. Frozen parameters are included.
+    It is the type of the module that counts, not a parameter's name: "LayerNorm.weight" does not
+    contain "norm". A tied parameter goes where its first module puts it. Frozen parameters are
+    included.
 
     Returns:
         `[{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}]`.

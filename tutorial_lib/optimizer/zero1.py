@@ -1,8 +1,10 @@
-"""ZeRO stage 1: each data-parallel rank keeps, and steps, its part of the optimizer's state (Rajbhandari et al., 2020).
+"""ZeRO stage 1: each data-parallel rank keeps, and steps, its part of the optimizer's state.
 
-One step reduce-scatters the gradients, clips by the norm over all shards, steps the shards with any optimizer and
-all-gathers the weights: together the traffic of the all-reduce that plain data parallelism does. Interface:
-`neuronx_distributed.optimizer.NeuronZero1Optimizer`.
+(Rajbhandari et al., 2020.)
+
+One step reduce-scatters the gradients, clips by the norm over all shards, steps the shards with any
+optimizer and all-gathers the weights: together the traffic of the all-reduce that plain data
+parallelism does. Interface: `neuronx_distributed.optimizer.NeuronZero1Optimizer`.
 """
 
 from collections.abc import Iterator
@@ -10,11 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.grads import BUCKET_CAP_MB, clip_coefficient, fill_missing_gradients, get_grad_norm, main_grad
-from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES, copy_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.grads import (
+    clip_coefficient,
+    fill_missing_gradients,
+    get_grad_norm,
+    main_grad,
+)
+from tutorial_lib.parallel_layers.utils import copy_tensor_model_parallel_attributes
 
-from .shards import all_gather_into, reduce_scatter_mean, shard_length, take_shard
+from .shards import all_gather_into, reduce_scatter_mean, take_shard
+from .zero1_state import check_fits_on_all, complete_state, load_shards
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -22,25 +30,32 @@ _NOT_OPTIONS = ("params", "param_names")
 class NeuronZero1Optimizer(torch.optim.Optimizer):
     """Wraps an optimizer class and shards its state over the ranks that hold the same weights.
 
-    The inner optimizer sees a flat float32 shard of each parameter, the master weight; so it has to treat each element
-    by itself (Adam and SGD do; LAMB's and Adafactor's per-tensor statistics would be those of a shard). Learning rates
-    and other options are read from `param_groups`, where schedulers write them, at each step.
+    The inner optimizer sees a flat float32 shard of each parameter, the master weight; so it has to
+    treat each element by itself (Adam and SGD do; LAMB's and Adafactor's per-tensor statistics
+    would be those of a shard). Learning rates and other options are read from `param_groups`, where
+    schedulers write them, at each step.
 
     Args:
         params: parameters, named parameters or groups of them; frozen ones may be among them.
         optimizer_class: the inner optimizer.
-        optimizer_dtype: of masters, state and accumulated gradients; by default float32, or float64 for such parameters.
+        optimizer_dtype: of masters, state and accumulated gradients; by default float32, or float64
+            for such parameters.
         grad_clipping: clip to `max_norm`; also what makes `grad_norm` available.
         max_norm: 1.0 by default.
         pin_layout: accepted and ignored.
-        sharding_groups: who shares the weights; by default the data- (and context-) parallel groups.
-        grad_norm_groups: accepted if they are the tensor-parallel groups, over which the norm is always taken.
+        sharding_groups: who shares the weights; by default the data- (and context-) parallel
+            groups.
+        grad_norm_groups: accepted if they are the tensor-parallel groups, over which the norm is
+            always taken.
         lazy_init: shard nothing until `init_zero` is called.
-        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of one collective in 10⁶ bytes; 0 for one a parameter.
-        use_grad_acc_hook: accumulate into `param.main_grad` in `optimizer_dtype`; `param.grad` is None after backward.
-        save_master_weights: put the masters into `state_dict`. Without them a resumed bfloat16 run starts from rounded
-            weights.
-        higher_cc_precision: sum gradients over the ranks in `optimizer_dtype` rather than their own.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of one collective in 10⁶ bytes;
+            0 for one a parameter, by default what suits the device (`buckets.buckets_of`).
+        use_grad_acc_hook: accumulate into `param.main_grad` in `optimizer_dtype`; `param.grad` is
+            None after backward.
+        save_master_weights: put the masters into `state_dict`. Without them a resumed bfloat16 run
+            starts from rounded weights.
+        higher_cc_precision: sum gradients over the ranks in `optimizer_dtype` rather than their
+            own.
         use_master_weights: False keeps masters and state in each parameter's own dtype.
         **optimizer_defaults: for the inner optimizer.
 
@@ -60,8 +75,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         sharding_groups: parallel_state.ReplicaGroups | None = None,
         grad_norm_groups: parallel_state.ReplicaGroups | None = None,
         lazy_init: bool = False,
-        bucket_cap_mb_all_gather: float = BUCKET_CAP_MB,
-        bucket_cap_mb_reduce_scatter: float = BUCKET_CAP_MB,
+        bucket_cap_mb_all_gather: float | None = None,
+        bucket_cap_mb_reduce_scatter: float | None = None,
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         higher_cc_precision: bool = False,
@@ -71,13 +86,17 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     ):
         tensor_parallel = parallel_state.get_tensor_model_parallel_replica_groups()
         if grad_norm_groups not in (None, tensor_parallel):
-            raise ValueError(f"grad_norm_groups {grad_norm_groups} are not the tensor-parallel groups {tensor_parallel}")
+            raise ValueError(
+                f"grad_norm_groups {grad_norm_groups} are not the tensor-parallel groups "
+                f"{tensor_parallel}"
+            )
         self.max_norm = 1.0 if max_norm is None else max_norm
         if not self.max_norm > 0:
             raise ValueError(f"max_norm {max_norm} is not above 0")
         self.sharding_groups = sharding_groups or parallel_state.get_zero1_sharding_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
-        self.optimizer_class, self.optimizer_dtype, self.grad_clipping = optimizer_class, optimizer_dtype, grad_clipping
+        self.optimizer_class, self.optimizer_dtype = optimizer_class, optimizer_dtype
+        self.grad_clipping = grad_clipping
         self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
         self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
         self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
@@ -89,7 +108,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if not lazy_init:
             self.init_zero()
 
-    # --- shards ----------------------------------------------------------------------------------------------------
+    # --- shards -----------------------------------------------------------------------------------
 
     def init_zero(self) -> None:
         """Cuts the masters from the parameters as they are now, with no optimizer state yet.
@@ -99,7 +118,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.base_optimizer = self.optimizer_class([self._shard_group(g) for g in self.param_groups], **self.defaults)
+        self.base_optimizer = self.optimizer_class(
+            [self._shard_group(g) for g in self.param_groups], **self.defaults
+        )
         self.defaults = self.base_optimizer.defaults
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
 
@@ -116,21 +137,25 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def _make_shard(self, param: torch.Tensor) -> nn.Parameter:
         dtype = self._wide(param) if self.use_master_weights else param.dtype
-        shard = nn.Parameter(take_shard(param, self._axis.rank, self._axis.size, dtype), param.requires_grad)
+        shard = nn.Parameter(
+            take_shard(param, self._axis.rank, self._axis.size, dtype), param.requires_grad
+        )
         copy_tensor_model_parallel_attributes(shard, param)
         shared = getattr(param, "kv_shared_numel", 0)
         if shared:
             end = (self._axis.rank + 1) * shard.numel()
             shard.kv_shared_numel = min(max(end - (param.numel() - shared), 0), shard.numel())
         if self.use_grad_acc_hook and param.requires_grad:
-            self._hooks.append(param.register_post_accumulate_grad_hook(lambda p: _accumulate(p, self._wide(p))))
+            self._hooks.append(
+                param.register_post_accumulate_grad_hook(lambda p: _accumulate(p, self._wide(p)))
+            )
         return shard
 
     def _wide(self, param: torch.Tensor) -> torch.dtype:
         """What masters, state and accumulated gradients of the parameter are kept in."""
         return self.optimizer_dtype or torch.promote_types(param.dtype, torch.float32)
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
+    def pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         """Each parameter and its shard on this rank, in the order of the groups."""
         if self.base_optimizer is None:
             raise RuntimeError("the optimizer was made with lazy_init=True: call init_zero() first")
@@ -142,11 +167,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         for group, other in zip(source, destination, strict=True):
             other.update({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
 
-    # --- the step --------------------------------------------------------------------------------------------------
+    # --- the step ---------------------------------------------------------------------------------
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients at the last step, before clipping; None before it or without `grad_clipping`."""
+        """The norm of all gradients at the last step, before clipping; None without clipping."""
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,13 +186,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         """Reduces, clips, steps and gathers. Every rank of the mesh calls it.
 
-        Parameters without a gradient on any rank are left alone. Gradients stay as they are: those of this rank.
+        Parameters without a gradient on any rank are left alone. Gradients stay as they are: those
+        of this rank.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pairs = list(self._pairs())
+        pairs = list(self.pairs())
         fill_missing_gradients((param for param, _ in pairs), self.sharding_groups)
         if self.use_grad_acc_hook:  # what no hook saw: a gradient set by hand, or filled in
             for param, _ in pairs:
@@ -203,78 +229,35 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         params, shards = [param for param, _ in pairs], [shard.detach() for _, shard in pairs]
         all_gather_into(params, shards, self.sharding_groups, self.bucket_cap_mb_all_gather)
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> dict[str, int]:
+        """This rank's place in the group that shares the weights, and the group's size."""
+        return {"rank": self._axis.rank, "size": self._axis.size}
 
     def state_dict(self) -> dict:
-        """Tensors and plain data: what this rank holds, and what it takes to cut it anew for another mesh.
-
-        Returns:
-            `param_groups` as torch has them (`state` is empty); `base_state`, the inner optimizer's state by the
-            parameter's place; `sharded_master_weights` likewise; `shape_info`, by place: name (None without named
-            parameters), shape of the whole parameter on this tensor-parallel rank, padding at the end of the last
-            shard, dtype, and how it is cut over tensor parallelism; `sharding`: this rank's place and the group's size.
-        """
-        pairs = list(self._pairs())
-        names = [n for g in self.param_groups for n in g.get("param_names", [None] * len(g["params"]))]
-        state = super().state_dict()
-        state["base_state"] = self.base_optimizer.state_dict()["state"]
-        state["shape_info"] = {
-            place: {
-                "name": name,
-                "shape": list(param.shape),
-                "padding": shard.numel() * self._axis.size - param.numel(),
-                "dtype": str(param.dtype).removeprefix("torch."),
-                **{key: getattr(param, key, default) for key, default in TENSOR_PARALLEL_ATTRIBUTES.items()},
-            }
-            for place, (name, (param, shard)) in enumerate(zip(names, pairs))
-        }
-        state["sharding"] = {"rank": self._axis.rank, "size": self._axis.size}
-        if self.save_master_weights:
-            state["sharded_master_weights"] = {place: shard.detach() for place, (_, shard) in enumerate(pairs)}
-        return state
+        """What this rank holds, and what it takes to cut it for another mesh; see `zero1_state`."""
+        return complete_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads what `state_dict` gave on the same rank of a mesh of the same sizes; every rank calls it.
+        """Loads the `state_dict` of the same rank of a mesh of the same sizes, on every rank.
 
-        With masters in the state, the parameters are written from them. Without, the masters are cut from the parameters,
-        so load the model first.
+        With masters in the state, the parameters are written from them. Without, the masters are
+        cut from the parameters, so load the model first.
 
         Raises:
-            ValueError: another number of shards, another rank's shard or other parameters; on all ranks.
+            ValueError: another number of shards, another rank's shard or other parameters; on all
+                ranks.
         """
         if self.base_optimizer is None:
             self.init_zero()
-        comm.raise_on_all(self._misfit(state_dict), self.sharding_groups)
-        groups = state_dict["param_groups"]
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        bare = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-        self.base_optimizer.load_state_dict({"state": state_dict["base_state"], "param_groups": bare})
-        pairs, masters = list(self._pairs()), state_dict.get("sharded_master_weights")
-        with torch.no_grad():
-            for place, (param, shard) in enumerate(pairs):
-                if masters is None:
-                    shard.copy_(take_shard(param, self._axis.rank, self._axis.size, shard.dtype))
-                else:
-                    shard.copy_(masters[place])
-            if masters is not None:
-                self._gather(pairs)
-
-    def _misfit(self, state_dict: dict) -> ValueError | None:
-        """Why the state is not one of this optimizer on this rank."""
-        saved, here = state_dict["sharding"], {"rank": self._axis.rank, "size": self._axis.size}
-        if saved != here:
-            return ValueError(
-                f"the optimizer state is shard {saved['rank']} of {saved['size']}, and this rank needs shard "
-                f"{here['rank']} of {here['size']}: convert the checkpoint to this data-parallel size first"
-            )
-        shapes = [info["shape"] for info in state_dict["shape_info"].values()]
-        ours = [list(param.shape) for param, _ in self._pairs()]
-        if len(shapes) != len(ours):
-            return ValueError(f"the optimizer state is of {len(shapes)} parameters, this optimizer has {len(ours)}")
-        for place, (theirs, own) in enumerate(zip(shapes, ours)):
-            if theirs != own:
-                return ValueError(f"parameter {place} has shape {own}, the optimizer state is for {theirs}")
-        return None
+        check_fits_on_all(self, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        load_shards(self, state_dict)
+        if "sharded_master_weights" in state_dict:
+            with torch.no_grad():
+                self._gather(list(self.pairs()))
 
 
 def _accumulate(param: torch.Tensor, dtype: torch.dtype) -> None:

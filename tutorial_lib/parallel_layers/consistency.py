@@ -1,4 +1,4 @@
-"""The check that what ranks share is bitwise the same on all of them, and the name of what is not."""
+"""The check that what ranks share is bitwise the same on all, and the name of what is not."""
 
 import hashlib
 from collections.abc import Iterable
@@ -25,15 +25,19 @@ def _ranks_by_value(ranks: list[int], digests: list[dict], key) -> dict[bytes, l
 def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Compares every parameter on all ranks that share it; empty if all agree, bit for bit.
 
-    A replicated parameter is shared by the tensor-parallel and the data-parallel group, a sharded one by the
-    data-parallel group, and the key and value heads of grouped-query attention by the kv group too. Host-side, and
-    called on every rank.
+    A replicated parameter is shared by the tensor-parallel and the data-parallel group, a sharded
+    one by the data-parallel group, and the key and value heads of grouped-query attention by the kv
+    group too. Host-side, and called on every rank.
 
     Returns:
-        A sentence for each parameter and group that disagrees, with the ranks that differ from the majority (from the
-        lowest rank, where there is none). The same on every rank.
+        A sentence for each parameter and group that disagrees, with the ranks that differ from the
+        majority (from the lowest rank, where there is none). The same on every rank.
     """
-    named = named_parameters.named_parameters() if isinstance(named_parameters, nn.Module) else named_parameters
+    named = (
+        named_parameters.named_parameters()
+        if isinstance(named_parameters, nn.Module)
+        else named_parameters
+    )
     mine: dict[tuple[str, str], bytes] = {}
     for name, parameter in named:
         mine[name, "data"] = _digest(parameter)
@@ -56,9 +60,10 @@ def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]])
                 if len(found) > 1:
                     right = max(found.values(), key=len)
                     wrong = [rank for rank in ranks if rank not in right]
+                    wrong, right = (", ".join(map(str, some)) for some in (wrong, right))
                     drifted.append(
-                        f"parameter {name!r} on rank {', '.join(map(str, wrong))} differs from rank "
-                        f"{', '.join(map(str, right))} of the same {axis}-parallel group"
+                        f"parameter {name!r} on rank {wrong} differs from rank {right} of the same "
+                        f"{axis}-parallel group"
                     )
     return drifted
 

@@ -1,8 +1,10 @@
-"""Gradients between backward and the optimizer: averaged over replicas, summed where a rank saw a part, clipped.
+"""Gradients between backward and the optimizer: averaged over replicas, summed where a rank saw a
+part, clipped.
 
-The order within a step is: sum the gradients of sequence-parallel regions over the tensor-parallel group, average over
-the data-parallel group, clip, step. Names are those of `neuronx_distributed.parallel_layers.grads`. Nothing here reads a
-value back to the host, so that a step can be traced.
+The order within a step is: sum the gradients of sequence-parallel regions over the tensor-parallel
+group, average over the data-parallel group, clip, step. Names are those of
+`neuronx_distributed.parallel_layers.grads`. Nothing here reads a value back to the host, so that a
+step can be traced.
 """
 
 import math
@@ -12,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from . import comm, parallel_state
+from .buckets import all_reduce_bucketed
 from .utils import is_tensor_parallel
-
-BUCKET_CAP_MB = 130.0
 
 
 def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -24,64 +25,24 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.T
     return list({id(p): p for p in parameters}.values())
 
 
-def buckets_of(tensors: list[torch.Tensor], cap_mb: float = BUCKET_CAP_MB) -> list[list[int]]:
-    """The places of tensors that are to travel together: one dtype each and, save for a single tensor, `cap_mb` (10⁶ B)."""
-    buckets: list[list[int]] = []
-    filling: dict[torch.dtype, tuple[list[int], float]] = {}  # the bucket and the bytes left in it
-    for place, tensor in enumerate(tensors):
-        bucket, left = filling.get(tensor.dtype, (None, 0.0))
-        if bucket is None or tensor.nbytes > left:
-            bucket, left = [], cap_mb * 1e6
-            buckets.append(bucket)
-        bucket.append(place)
-        filling[tensor.dtype] = bucket, left - tensor.nbytes
-    return buckets
-
-
-@torch.no_grad()
-def all_reduce_bucketed(
-    tensors: Iterable[torch.Tensor],
-    groups: comm.Groups,
-    scale: float = 1.0,
-    cap_mb: float = BUCKET_CAP_MB,
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    """Replaces each tensor by `scale` times its sum over the group, in few large all-reduces.
-
-    Args:
-        tensors: the same shapes in the same order on every rank of the group.
-        reduce_dtype: the dtype to sum and scale in; by default the tensor's own.
-    """
-    tensors = list(tensors)
-    if parallel_state.axis_of(groups).size == 1:
-        if scale != 1.0:
-            torch._foreach_mul_(tensors, scale)
-        return
-    for places in buckets_of(tensors, cap_mb):
-        bucket = [tensors[place] for place in places]
-        flat = torch.cat([t.reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
-        flat = comm.all_reduce("sum", flat if reduce_dtype is None else flat.to(reduce_dtype), groups)
-        if scale != 1.0:
-            flat *= scale
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket])):
-            tensor.copy_(part.view(tensor.shape))
-
-
 def bucket_allreduce_gradients(
     grads_list: Iterable[torch.Tensor],
     reduce_over_ep_group: bool = False,
     *,
     groups: comm.Groups = None,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
     """Averages gradients over the data-parallel replicas, in place.
 
     Args:
-        grads_list: the same on every replica; see `fill_missing_gradients` where one of them may lack a gradient.
-        reduce_over_ep_group: average over the expert-data-parallel group, for the gradients of experts.
-        groups: the replicas; by default all ranks that hold the same weights (data and context parallel).
-        bucket_cap_mb: size of one all-reduce in 10⁶ bytes.
+        grads_list: the same on every replica; see `fill_missing_gradients` where one of them may
+            lack a gradient.
+        reduce_over_ep_group: average over the expert-data-parallel group, for the gradients of
+            experts.
+        groups: the replicas; by default all ranks that hold the same weights (data and context
+            parallel).
+        bucket_cap_mb: size of one all-reduce, see `buckets_of`.
         reduce_dtype: e.g. float32, to average bfloat16 gradients with one rounding.
     """
     if groups is None:
@@ -94,16 +55,19 @@ def bucket_allreduce_gradients(
 
 
 def main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that counts: the accumulated one in higher precision (`main_grad`) where there is one."""
+    """The gradient that counts: the accumulated one in higher precision (`main_grad`) where there
+    is one.
+    """
     accumulated = getattr(parameter, "main_grad", None)
     return parameter.grad if accumulated is None else accumulated
 
 
 def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Groups) -> None:
-    """Gives a zero gradient to a parameter that has none here but has one on another rank of the group.
+    """Gives a zero gradient to a parameter that has none here but has one on another rank of the
+    group.
 
-    So the ranks agree on what they reduce, whatever part of the model each one's batch went through. One small
-    exchange between the hosts.
+    So the ranks agree on what they reduce, whatever part of the model each one's batch went
+    through. One small exchange between the hosts.
     """
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
@@ -117,11 +81,12 @@ def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Grou
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Sums the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel group, in place.
+    """Sums the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel
+    group, in place.
 
-    Each rank ran these parameters (norms, biases after a reduce-scatter) on its part of the sequence, so each holds a
-    part of the gradient (Korthikanti et al., 2022, section 4.2.2). Call it once before the optimizer steps, not once a
-    micro-batch: a second call would sum the sums.
+    Each rank ran these parameters (norms, biases after a reduce-scatter) on its part of the
+    sequence, so each holds a part of the gradient (Korthikanti et al., 2022, section 4.2.2). Call
+    it once before the optimizer steps, not once a micro-batch: a second call would sum the sums.
     """
     parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
     marked = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
@@ -137,11 +102,15 @@ def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer) -> No
     all_reduce_bucketed(grads, groups, 1.0 / parallel_state.get_context_model_parallel_size())
 
 
-# --- norm and clipping -------------------------------------------------------------------------------------------
+# --- norm and clipping ----------------------------------------------------------------------------
 
 
-def _pieces(parameter: torch.Tensor, grad: torch.Tensor, force_spmd: bool) -> Iterable[tuple[torch.Tensor, float]]:
-    """Cuts a gradient into (part, share): of its powers this rank adds that share to the sum over tensor parallel."""
+def _pieces(
+    parameter: torch.Tensor, grad: torch.Tensor, force_spmd: bool
+) -> Iterable[tuple[torch.Tensor, float]]:
+    """Cuts a gradient into (part, share): of its powers this rank adds that share to the sum over
+    tensor parallel.
+    """
     if not is_tensor_parallel(parameter):
         if force_spmd:
             yield grad, 1.0 / parallel_state.get_tensor_model_parallel_size()
@@ -167,25 +136,29 @@ def get_grad_norm(
     zero1_optimizer_groups: comm.Groups = None,
     force_spmd: bool = True,
 ) -> torch.Tensor:
-    """The norm of all gradients of the model as if they lay on one device, bitwise equal on all ranks that share it.
+    """The norm of all gradients of the model as if they lay on one device, bitwise equal on all
+    ranks that share it.
 
-    A sharded parameter counts on each tensor-parallel rank, a replicated one once, one shared by a kv group once in
-    that group, a tied one once, and one marked `shared` or without a gradient not at all. Summed over the tensor- and
-    pipeline-parallel groups; over data parallel the gradients are taken to be averaged already.
+    A sharded parameter counts on each tensor-parallel rank, a replicated one once, one shared by a
+    kv group once in that group, a tied one once, and one marked `shared` or without a gradient not
+    at all. Summed over the tensor- and pipeline-parallel groups; over data parallel the gradients
+    are taken to be averaged already.
 
     Args:
         parameters: any iterable of parameters, or one.
         norm_type: p of the p-norm; `inf` for the largest magnitude.
-        zero1_optimizer: `parameters` are shards of ZeRO-1, so sum over those who hold the other shards too.
+        zero1_optimizer: `parameters` are shards of ZeRO-1, so sum over those who hold the other
+            shards too.
         zero1_optimizer_groups: who they are; by default data and context parallel.
-        force_spmd: count a replicated parameter as 1/T on each rank, the same program everywhere; otherwise whole, on
-            rank 0 alone.
+        force_spmd: count a replicated parameter as 1/T on each rank, the same program everywhere;
+            otherwise whole, on rank 0 alone.
 
     Returns:
         A scalar tensor on the parameters' device, in float32 or, for such gradients, float64.
 
     Raises:
-        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, or a `norm_type` that is not above 0.
+        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, or a `norm_type` that is not
+            above 0.
     """
     if zero1_optimizer_groups is not None and not zero1_optimizer:
         raise ValueError("zero1_optimizer_groups was given, but zero1_optimizer is False")
@@ -193,7 +166,9 @@ def get_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type {norm_type} is not above 0")
     parameters = _distinct(parameters)
-    counted = [p for p in parameters if main_grad(p) is not None and not getattr(p, "shared", False)]
+    counted = [
+        p for p in parameters if main_grad(p) is not None and not getattr(p, "shared", False)
+    ]
     grads, shares = [], []
     for parameter in counted:
         for grad, share in _pieces(parameter, main_grad(parameter).detach(), force_spmd):
@@ -203,7 +178,9 @@ def get_grad_norm(
     wide = any(main_grad(p).dtype == torch.float64 for p in counted)
     dtype = torch.float64 if wide else torch.float32
     if grads:
-        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype)])
+        norms = torch.stack(
+            [norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype)]
+        )
     else:
         norms = torch.zeros(1, dtype=dtype, device=parameters[0].device if parameters else "cpu")
         shares = [1.0]
@@ -225,7 +202,9 @@ def get_grad_norm(
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.Tensor:
-    """What gradients of norm `total_norm` are multiplied by: `max_norm / total_norm`, and 1 if that is not below 1."""
+    """What gradients of norm `total_norm` are multiplied by: `max_norm / total_norm`, and 1 if that
+    is not below 1.
+    """
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm} is not above 0")
     return (float(max_norm) / (total_norm + 1e-6)).clamp(max=1.0)
@@ -233,7 +212,9 @@ def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.T
 
 @torch.no_grad()
 def clip_grads_with_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor], total_norm: torch.Tensor, max_norm: float | int
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    total_norm: torch.Tensor,
+    max_norm: float | int,
 ) -> None:
     """Scales all gradients in place so that a norm of `total_norm` becomes at most `max_norm`."""
     coefficient = clip_coefficient(total_norm, max_norm)
@@ -250,12 +231,15 @@ def clip_grad_norm(
     zero1_optimizer_groups: comm.Groups = None,
     force_spmd: bool = True,
 ) -> torch.Tensor:
-    """Clips the gradients of the whole model, in place, to a norm of `max_norm` and returns the norm before.
+    """Clips the gradients of the whole model, in place, to a norm of `max_norm` and returns the
+    norm before.
 
-    See `get_grad_norm` for the arguments and for what is counted. A `max_norm` above the norm leaves every gradient
-    bitwise as it was. Every rank of the tensor-parallel group has to call it.
+    See `get_grad_norm` for the arguments and for what is counted. A `max_norm` above the norm
+    leaves every gradient bitwise as it was. Every rank of the tensor-parallel group has to call it.
     """
     parameters = _distinct(parameters)
-    total_norm = get_grad_norm(parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    total_norm = get_grad_norm(
+        parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd
+    )
     clip_grads_with_norm(parameters, total_norm, max_norm)
     return total_norm

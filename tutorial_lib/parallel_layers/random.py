@@ -1,11 +1,12 @@
 """Random streams: where ranks must draw the same numbers, and where they must not.
 
-A replicated activation needs the same dropout mask on all tensor-parallel ranks, or it stops being replicated: it uses
-torch's default stream. A sharded one (attention heads, a part of the sequence) needs a mask of its own on each rank: it
-is drawn inside `with get_xla_rng_tracker().fork():`. Names are those of `neuronx_distributed.parallel_layers.random`.
+A replicated activation needs the same dropout mask on all tensor-parallel ranks, or it stops being
+replicated: it uses torch's default stream. A sharded one (attention heads, a part of the sequence)
+needs a mask of its own on each rank: it is drawn inside `with get_xla_rng_tracker().fork():`. Names
+are those of `neuronx_distributed.parallel_layers.random`.
 
-A state is a dict of plain tensors, one for each kind of device that this process uses, so it can be saved with any
-checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
+A state is a dict of plain tensors, one for each kind of device that this process uses, so it can be
+saved with any checkpoint and loaded with `weights_only=True`. Nothing here waits for a device.
 """
 
 import random
@@ -22,8 +23,12 @@ from tutorial_lib import launch
 from . import parallel_state
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-_TENSOR_PARALLEL_OFFSET = 2718  # between the default stream's seed and those of the tensor-parallel ranks
-_DATA_PARALLEL_OFFSET = 1_000_003  # between replicas: a prime above any number of tensor-parallel ranks
+_TENSOR_PARALLEL_OFFSET = (
+    2718  # between the default stream's seed and those of the tensor-parallel ranks
+)
+_DATA_PARALLEL_OFFSET = (
+    1_000_003  # between replicas: a prime above any number of tensor-parallel ranks
+)
 
 State = dict[str, torch.Tensor]
 
@@ -96,14 +101,16 @@ class XLARNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside the block, random numbers come from the stream `name`; the default stream stands still.
+        """Inside the block, random numbers come from the stream `name`; the default stream stands
+        still.
 
         Raises:
             ValueError: there is no such stream.
         """
         if name not in self._states:
             raise ValueError(
-                f"there is no random stream {name!r} (only {sorted(self._states)}): call model_parallel_xla_manual_seed first"
+                f"there is no random stream {name!r} (only {sorted(self._states)}): "
+                "call model_parallel_xla_manual_seed first"
             )
         before = _default_state()
         _set_default_state(self._states[name])
@@ -140,19 +147,26 @@ def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False
         seed: the same on every rank.
         data_parallel_offset: give each replica a default stream of its own.
     """
-    replica = parallel_state.get_data_parallel_rank() * parallel_state.get_context_model_parallel_size()
+    replica = (
+        parallel_state.get_data_parallel_rank() * parallel_state.get_context_model_parallel_size()
+    )
     replica += parallel_state.get_context_model_parallel_rank()
     own = seed + _DATA_PARALLEL_OFFSET * replica
     _seed_default(own if data_parallel_offset else seed)
     _tracker.reset()
-    _tracker.add(MODEL_PARALLEL_RNG, own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank())
+    _tracker.add(
+        MODEL_PARALLEL_RNG,
+        own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank(),
+    )
 
 
 def checkpoint(function: Callable, *args, **kwargs):
-    """`function(*args, **kwargs)`, computed again in backward rather than kept: its inner activations cost no memory.
+    """`function(*args, **kwargs)`, computed again in backward rather than kept: its inner
+    activations cost no memory.
 
-    The second run draws the random numbers of the first, from every stream; `torch.utils.checkpoint` alone knows the
-    default one, and no XLA. On XLA a barrier keeps the compiler from finding the first run's values and using them.
+    The second run draws the random numbers of the first, from every stream;
+    `torch.utils.checkpoint` alone knows the default one, and no XLA. On XLA a barrier keeps the
+    compiler from finding the first run's values and using them.
     """
     first = second = None
 
@@ -178,22 +192,32 @@ def checkpoint(function: Callable, *args, **kwargs):
         again = second is not None and _xla()
         return function(*(_behind_barrier(args) if again else args), **kwargs)
 
-    # torch keeps arguments where `SavedActivations` sees them, but looks up their device, and knows no XLA.
+    # torch keeps arguments where `SavedActivations` sees them, but looks up their device, and
+    # knows no XLA.
     block, inputs = (partial(run, *args), ()) if _xla() else (run, args)
     return torch.utils.checkpoint.checkpoint(
-        block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (forward(), recompute())
+        block,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (forward(), recompute()),
     )
 
 
 def _behind_barrier(args: tuple) -> tuple:
     """The same values, of which XLA does not know where they come from."""
-    held = tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+    held = tuple(
+        a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+        for a in args
+    )
     _xla().optimization_barrier_([a for a in held if isinstance(a, torch.Tensor)])
     return held
 
 
 def get_rng_state() -> dict:
-    """Every random state of this process: torch's, the tracker's, numpy's and Python's, as tensors and plain numbers."""
+    """Every random state of this process: torch's, the tracker's, numpy's and Python's, as tensors
+    and plain numbers.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -206,7 +230,11 @@ def get_rng_state() -> dict:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "words": torch.tensor(words, dtype=torch.int64),
+            "gauss": gauss,
+        },
     }
 
 
@@ -221,7 +249,15 @@ def set_rng_state(state: dict) -> None:
     numpy_state = state["numpy"]
     keys = numpy_state["keys"].numpy().astype(np.uint32)
     np.random.set_state(
-        (numpy_state["kind"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"])
+        (
+            numpy_state["kind"],
+            keys,
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            numpy_state["cached"],
+        )
     )
     python_state = state["python"]
-    random.setstate((python_state["version"], tuple(python_state["words"].tolist()), python_state["gauss"]))
+    random.setstate(
+        (python_state["version"], tuple(python_state["words"].tolist()), python_state["gauss"])
+    )

@@ -14,7 +14,9 @@ def _completed(name: str, given: dict | None, defaults: dict) -> dict:
     given = given or {}
     unknown = sorted(set(given) - set(defaults))
     if unknown:
-        raise ValueError(f"{name} has unknown keys {', '.join(unknown)}; it takes {', '.join(defaults)}")
+        raise ValueError(
+            f"{name} has unknown keys {', '.join(unknown)}; it takes {', '.join(defaults)}"
+        )
     return {**defaults, **given}
 
 
@@ -36,17 +38,19 @@ def neuronx_distributed_config(
 ) -> dict:
     """The configuration that `initialize_parallel_model` and `initialize_parallel_optimizer` take.
 
-    In a process group it sets up the mesh of these sizes too, unless it is up, so every rank calls it.
+    In a process group it sets up the mesh of these sizes too, unless it is up, so every rank calls
+    it.
 
     Args:
         optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0).
-        activation_checkpoint_config: a module class, or a list of them, whose activations are recomputed in backward;
-            "full" for the blocks that a Hugging Face model names itself.
-        sequence_parallel: sum the gradients of what runs on a part of the sequence before each step.
-        model_init_config: `meta_device_init` (False), `param_init_fn(module, device)` (needed with it) and
-            `sequential_move_factor`.
-        mixed_precision_config: `use_master_weights`, `use_fp32_grad_acc` and `use_master_weights_in_ckpt`, each by
-            default what `zero_one_enabled` is.
+        activation_checkpoint_config: a module class, or a list of them, whose activations are
+            recomputed in backward; "full" for the blocks that a Hugging Face model names itself.
+        sequence_parallel: sum the gradients of what runs on a part of the sequence before each
+            step.
+        model_init_config: `meta_device_init` (False), `param_init_fn(module, device)` (needed with
+            it) and `sequential_move_factor`.
+        mixed_precision_config: `use_master_weights`, `use_fp32_grad_acc` and
+            `use_master_weights_in_ckpt`, each by default what `zero_one_enabled` is.
         sequential_move_factor: how many ranks of a node build their model at the same time.
         lnc_size: accepted and ignored.
 
@@ -54,17 +58,25 @@ def neuronx_distributed_config(
         A dict of all of it, completed. What was passed in is not modified.
 
     Raises:
-        ValueError: unknown keys, values that contradict each other, or sizes that do not fit the world.
-        NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach none of them.
+        ValueError: unknown keys, values that contradict each other, or sizes that do not fit the
+            world.
+        NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach
+            none of them.
     """
-    unsupported = {"pipeline_config": pipeline_config, "pad_model": pad_model, "lora_config": lora_config}
+    unsupported = {
+        "pipeline_config": pipeline_config,
+        "pad_model": pad_model,
+        "lora_config": lora_config,
+    }
     if pipeline_parallel_size > 1:
         unsupported["pipeline_parallel_size"] = pipeline_parallel_size
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"{name} is not supported (got {value!r})")
     optimizer = _completed(
-        "optimizer_config", optimizer_config, {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+        "optimizer_config",
+        optimizer_config,
+        {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
     )
     if not optimizer["max_grad_norm"] > 0:
         raise ValueError(f"max_grad_norm {optimizer['max_grad_norm']} is not above 0")
@@ -84,15 +96,31 @@ def neuronx_distributed_config(
     model_init = _completed(
         "model_init_config",
         model_init_config,
-        {"sequential_move_factor": sequential_move_factor, "meta_device_init": False, "param_init_fn": None},
+        {
+            "sequential_move_factor": sequential_move_factor,
+            "meta_device_init": False,
+            "param_init_fn": None,
+        },
     )
     if model_init["meta_device_init"] and model_init["param_init_fn"] is None:
-        raise ValueError("meta_device_init needs param_init_fn(module, device), which gives the parameters their values")
+        raise ValueError(
+            "meta_device_init needs param_init_fn(module, device), which gives the parameters "
+            "their values"
+        )
     if model_init["sequential_move_factor"] < 1:
-        raise ValueError(f"sequential_move_factor {model_init['sequential_move_factor']} is below 1")
+        raise ValueError(
+            f"sequential_move_factor {model_init['sequential_move_factor']} is below 1"
+        )
     if dist.is_initialized():
-        sizes = tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size
-        if not mesh_is(initialize_model_parallel(*sizes, mesh_only=True)):  # a new one would lose a model's kv groups
+        sizes = (
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            context_parallel_size,
+            expert_parallel_size,
+        )
+        if not mesh_is(
+            initialize_model_parallel(*sizes, mesh_only=True)
+        ):  # a new one would lose a model's kv groups
             initialize_model_parallel(*sizes)
     return {
         "tensor_parallel_size": tensor_parallel_size,

@@ -1,4 +1,6 @@
-"""Building the model of each rank: in waves, so that a node does not hold all ranks' models on the host at once."""
+"""Building the model of each rank: in waves, so that a node does not hold all ranks' models on the
+host at once.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -32,9 +34,15 @@ class NxDModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def run_train(self, *args, **kwargs) -> torch.Tensor:
-        """Forward and backward; the loss, detached. It is the output, its `loss` or its first item."""
+        """Forward and backward; the loss (the output, its `loss` or its first item), detached."""
         output = self.module(*args, **kwargs)
-        loss = output if isinstance(output, torch.Tensor) else output.loss if hasattr(output, "loss") else output[0]
+        loss = (
+            output
+            if isinstance(output, torch.Tensor)
+            else output.loss
+            if hasattr(output, "loss")
+            else output[0]
+        )
         loss.backward()
         return loss.detach()
 
@@ -66,7 +74,9 @@ class NxDModel(nn.Module):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside the block a module's parameters go to the meta device as they are registered; buffers keep their values."""
+    """Inside the block a module's parameters go to the meta device as they are registered; buffers
+    keep their values.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -84,7 +94,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _materialise(model: nn.Module, device: torch.device, param_init_fn: Callable) -> None:
-    """Gives what is on the meta device memory on `device`, and its values by `param_init_fn(module, device)`."""
+    """Gives what is on the meta device memory on `device`, and its values by `param_init_fn(module,
+    device)`.
+    """
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -92,7 +104,9 @@ def _materialise(model: nn.Module, device: torch.device, param_init_fn: Callable
     empty = [
         module
         for module in model.modules()
-        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        if any(
+            t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        )
     ]
     keep_ties_and_marks(model, lambda: model._apply(place))
     with torch.no_grad():
@@ -100,7 +114,9 @@ def _materialise(model: nn.Module, device: torch.device, param_init_fn: Callable
             param_init_fn(module, device)
 
 
-def _build(nxd_config: dict, model_fn: Callable, include_buffers: bool, args: tuple, kwargs: dict) -> nn.Module:
+def _build(
+    nxd_config: dict, model_fn: Callable, include_buffers: bool, args: tuple, kwargs: dict
+) -> nn.Module:
     config, device = nxd_config["model_init_config"], xla_device()
     if not config["meta_device_init"]:
         return move_model_to_device(model_fn(*args, **kwargs), device)
@@ -111,9 +127,14 @@ def _build(nxd_config: dict, model_fn: Callable, include_buffers: bool, args: tu
 
 
 def initialize_parallel_model(
-    nxd_config: dict, model_fn: Callable[..., nn.Module], include_buffers: bool = False, *model_args, **model_kwargs
+    nxd_config: dict,
+    model_fn: Callable[..., nn.Module],
+    include_buffers: bool = False,
+    *model_args,
+    **model_kwargs,
 ) -> NxDModel:
-    """Builds `model_fn(*model_args, **model_kwargs)` on every rank and moves it to the rank's device.
+    """Builds `model_fn(*model_args, **model_kwargs)` on every rank and moves it to the rank's
+    device.
 
     On each node `sequential_move_factor` ranks at a time do so, the others wait.
 
@@ -127,8 +148,14 @@ def initialize_parallel_model(
         Exception: what `model_fn` raised on any rank, on all of them.
     """
     if not isinstance(include_buffers, bool):
-        raise ValueError(f"include_buffers is {include_buffers!r}: it is the third argument, before the model's own")
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        raise ValueError(
+            f"include_buffers is {include_buffers!r}: it is the third argument, "
+            "before the model's own"
+        )
+    local_rank, local_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
     factor = nxd_config["model_init_config"]["sequential_move_factor"]
     model, error = None, None
     for wave in range(-(-local_size // factor)):
@@ -145,7 +172,8 @@ def initialize_parallel_model(
 
 
 def checkpoint_modules(model: nn.Module, which: str | type | list[type] | tuple[type, ...]) -> None:
-    """Has every module of these classes recompute its activations in backward, dropout included; in place.
+    """Has every module of these classes recompute its activations in backward, dropout included; in
+    place.
 
     Raises:
         ValueError: neither module classes nor "full", or "full" for a model that names no blocks.
@@ -156,5 +184,8 @@ def checkpoint_modules(model: nn.Module, which: str | type | list[type] | tuple[
     else:
         classes = tuple(which) if isinstance(which, (list, tuple)) else (which,)
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-        raise ValueError(f"activation_checkpoint_config {which!r} gives no module classes for a {type(model).__name__}")
+        raise ValueError(
+            f"activation_checkpoint_config {which!r} gives no module classes "
+            f"for a {type(model).__name__}"
+        )
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, classes))

@@ -1,4 +1,6 @@
-"""The optimizer that does, at each step, all that stands between backward and the update, in the right order."""
+"""The optimizer that does, at each step, all that stands between backward and the update, in the
+right order.
+"""
 
 import os
 
@@ -7,7 +9,6 @@ import torch
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
-    BUCKET_CAP_MB,
     allreduce_context_parallel_gradients,
     allreduce_sequence_parallel_gradients,
     bucket_allreduce_gradients,
@@ -19,9 +20,9 @@ from tutorial_lib.parallel_layers.grads import (
 class NxDOptimizer(torch.optim.Optimizer):
     """An optimizer for the whole mesh around one for a single device, or around ZeRO-1.
 
-    `step` averages over context parallelism, sums what sequence parallelism left partial, then averages over data
-    parallelism, clips and steps; the last three are ZeRO-1's own where it is on. For learning-rate schedulers and
-    everything else it is the optimizer that it wraps.
+    `step` averages over context parallelism, sums what sequence parallelism left partial, then
+    averages over data parallelism, clips and steps; the last three are ZeRO-1's own where it is on.
+    For learning-rate schedulers and everything else it is the optimizer that it wraps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: dict):
@@ -51,8 +52,14 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients at the last step, before clipping; None before it or without clipping."""
-        return self.optimizer.grad_norm if isinstance(self.optimizer, NeuronZero1Optimizer) else self._grad_norm
+        """The norm of all gradients at the last step, before clipping; None before it or without
+        clipping.
+        """
+        return (
+            self.optimizer.grad_norm
+            if isinstance(self.optimizer, NeuronZero1Optimizer)
+            else self._grad_norm
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -67,7 +74,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def step(self, closure=None):
-        """One step of the whole mesh; every rank calls it once a batch, after the last micro-batch."""
+        """One step of the whole mesh; every rank calls it, after the last micro-batch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,10 +89,15 @@ class NxDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _average_and_clip(self) -> None:
-        config, groups = self.nxd_config["optimizer_config"], parallel_state.get_data_parallel_group()
+        config, groups = (
+            self.nxd_config["optimizer_config"],
+            parallel_state.get_data_parallel_group(),
+        )
         parameters = [p for group in self.param_groups for p in group["params"]]
         fill_missing_gradients(parameters, groups)
-        bucket_allreduce_gradients([p.grad for p in parameters if p.grad is not None], groups=groups)
+        bucket_allreduce_gradients(
+            [p.grad for p in parameters if p.grad is not None], groups=groups
+        )
         if config["grad_clipping"]:
             self._grad_norm = clip_grad_norm(parameters, config["max_grad_norm"])
 
@@ -95,7 +107,8 @@ def initialize_parallel_optimizer(
 ) -> NxDOptimizer:
     """The optimizer that the configuration describes.
 
-    The size of ZeRO-1's collectives, 130 MB, can be set by `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`.
+    The size of ZeRO-1's collectives in 10⁶ bytes can be set by
+    `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`.
 
     Args:
         nxd_config: from `neuronx_distributed_config`.
@@ -106,7 +119,8 @@ def initialize_parallel_optimizer(
     config, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not config["zero_one_enabled"]:
         return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)
-    cap_mb = float(os.environ.get("ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB", BUCKET_CAP_MB))
+    given = os.environ.get("ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB")
+    cap_mb = None if given is None else float(given)
     optimizer = NeuronZero1Optimizer(
         parameters,
         optimizer_class,

@@ -1,0 +1,114 @@
+"""What the state dict of a ZeRO-1 optimizer holds: tensors and plain data only.
+
+- `param_groups`, `state`: as torch has them; `state` is empty.
+- `base_state`: the inner optimizer's state of this rank's shards, by the parameter's place.
+- `sharded_master_weights`: likewise the masters, unless the optimizer was told to leave them out.
+- `shape_info`: by place, what it takes to cut the state anew for another mesh: the parameter's name
+  (None without named parameters), its shape on this tensor-parallel rank, the padding at the end of
+  the last shard, its dtype, and how it is cut over tensor parallelism.
+- `sharding`: this rank's place in the group and the group's size.
+
+`shards` has the layout of a shard, and `join_shards`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tutorial_lib.parallel_layers import comm
+from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
+
+from .shards import shard_length, take_shard
+
+if TYPE_CHECKING:
+    from .zero1 import NeuronZero1Optimizer
+
+
+def complete_state(optimizer: "NeuronZero1Optimizer", state: dict) -> dict:
+    """`state`, from torch's `state_dict`, with all that is listed above."""
+    pairs, groups = list(optimizer.pairs()), optimizer.param_groups
+    names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+    parameters = [param for param, _ in pairs]
+    state = {
+        **state,
+        "base_state": optimizer.base_optimizer.state_dict()["state"],
+        "shape_info": _shape_info(names, parameters, optimizer.sharding["size"]),
+        "sharding": optimizer.sharding,
+    }
+    if optimizer.save_master_weights:
+        masters = {place: shard.detach() for place, (_, shard) in enumerate(pairs)}
+        state["sharded_master_weights"] = masters
+    return state
+
+
+def load_shards(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
+    """Loads the inner optimizer's state and the masters, or cuts those from the parameters."""
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        for group in state_dict["param_groups"]
+    ]
+    base = {"state": state_dict["base_state"], "param_groups": groups}
+    optimizer.base_optimizer.load_state_dict(base)
+    masters, here = state_dict.get("sharded_master_weights"), optimizer.sharding
+    with torch.no_grad():
+        for place, (param, shard) in enumerate(optimizer.pairs()):
+            if masters is None:
+                shard.copy_(take_shard(param, here["rank"], here["size"], shard.dtype))
+            else:
+                shard.copy_(masters[place])
+
+
+def check_fits_on_all(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
+    """Raises ValueError on all ranks unless the state is of this optimizer's shards on each."""
+    misfit = None
+    try:
+        _check_fits(state_dict, optimizer.sharding, [param for param, _ in optimizer.pairs()])
+    except ValueError as error:
+        misfit = error
+    comm.raise_on_all(misfit, optimizer.sharding_groups)
+
+
+def _shape_info(
+    names: list[str | None], parameters: list[torch.Tensor], size: int
+) -> dict[int, dict]:
+    """What it takes to cut each parameter's state anew for another mesh, as plain data; see
+    `NeuronZero1Optimizer`.
+    """
+    return {
+        place: {
+            "name": name,
+            "shape": list(parameter.shape),
+            "padding": shard_length(parameter.numel(), size) * size - parameter.numel(),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            **{
+                key: getattr(parameter, key, default)
+                for key, default in TENSOR_PARALLEL_ATTRIBUTES.items()
+            },
+        }
+        for place, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+    }
+
+
+def _check_fits(state_dict: dict, here: dict, parameters: list[torch.Tensor]) -> None:
+    """Raises ValueError unless a state is of these parameters and of the shard that `here`, a rank
+    and a size, names.
+    """
+    saved = state_dict["sharding"]
+    if saved != here:
+        raise ValueError(
+            f"the optimizer state is shard {saved['rank']} of {saved['size']}, and this rank needs "
+            f"shard {here['rank']} of {here['size']}: convert the checkpoint to this data-parallel "
+            "size first"
+        )
+    infos = state_dict["shape_info"]
+    if len(infos) != len(parameters):
+        raise ValueError(
+            f"the optimizer state is of {len(infos)} parameters, "
+            f"this optimizer has {len(parameters)}"
+        )
+    for (place, info), parameter in zip(infos.items(), parameters):
+        if info["shape"] != list(parameter.shape):
+            raise ValueError(
+                f"parameter {place} has shape {list(parameter.shape)}, "
+                f"the optimizer state is for {info['shape']}"
+            )

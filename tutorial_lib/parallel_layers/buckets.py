@@ -1,0 +1,90 @@
+"""Many small tensors in a few collectives."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from . import comm, parallel_state
+
+# What travels in one collective, in 10⁶ bytes. On the host a bucket should fit the cache, and be
+# small enough that malloc hands out the memory of the one before, as the first touch of fresh
+# memory costs more than the sum; on a device a collective has to be large to be fast.
+BUCKET_CAP_MB = 130.0
+HOST_BUCKET_CAP_MB = 8.0
+
+
+def buckets_of(tensors: list[torch.Tensor], cap_mb: float | None = None) -> list[list[int]]:
+    """The places of tensors that are to travel together, in order, each bucket of one dtype.
+
+    Args:
+        cap_mb: 10⁶ bytes that a bucket holds at most, unless it holds a single tensor; by default
+            `BUCKET_CAP_MB`, or `HOST_BUCKET_CAP_MB` for tensors on the host.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], float]] = {}  # the bucket and the bytes left in it
+    for place, tensor in enumerate(tensors):
+        bucket, left = filling.get(tensor.dtype, (None, 0.0))
+        if bucket is None or tensor.nbytes > left:
+            cap = (
+                cap_mb
+                if cap_mb is not None
+                else HOST_BUCKET_CAP_MB
+                if tensor.device.type == "cpu"
+                else BUCKET_CAP_MB
+            )
+            bucket, left = [], cap * 1e6
+            buckets.append(bucket)
+        bucket.append(place)
+        filling[tensor.dtype] = bucket, left - tensor.nbytes
+    return buckets
+
+
+def one_ahead(buckets: list[list[int]], start: Callable, finish: Callable) -> None:
+    """Starts each bucket's collective before the one before is finished, so that one travels while
+    another is copied.
+    """
+    under_way = None
+    for places in buckets:
+        started = start(places)
+        if under_way is not None:
+            finish(*under_way)
+        under_way = started
+    if under_way is not None:
+        finish(*under_way)
+
+
+@torch.no_grad()
+def all_reduce_bucketed(
+    tensors: Iterable[torch.Tensor],
+    groups: comm.Groups,
+    scale: float = 1.0,
+    cap_mb: float | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Replaces each tensor by `scale` times its sum over the group, in few large all-reduces.
+
+    Args:
+        tensors: the same shapes in the same order on every rank of the group.
+        reduce_dtype: the dtype to sum and scale in; by default the tensor's own.
+    """
+    tensors = list(tensors)
+    if parallel_state.axis_of(groups).size == 1:
+        if scale != 1.0:
+            torch._foreach_mul_(tensors, scale)
+        return
+
+    def start(places: list[int]) -> tuple[list[torch.Tensor], comm.Pending]:
+        bucket = [tensors[place] for place in places]
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        return bucket, comm.all_reduce_start(
+            "sum", flat.to(reduce_dtype or flat.dtype), groups, reuse=True
+        )
+
+    def finish(bucket: list[torch.Tensor], pending: comm.Pending) -> None:
+        flat = pending.wait()
+        if scale != 1.0:
+            flat *= scale
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+            tensor.copy_(part.view(tensor.shape))
+
+    one_ahead(buckets_of(tensors, cap_mb), start, finish)
