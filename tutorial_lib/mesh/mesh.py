@@ -34,7 +34,8 @@ from tutorial_lib.mesh.watch import Rendezvous, Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
-TIMEOUT, TIMEOUT_TRAINIUM = 20.0, 3600.0  # seconds a collective waits for its peers; on Trainium they may be compiling
+# Seconds a collective waits for its peers. With XLA they may be compiling.
+TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
 _current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
 
 
@@ -79,7 +80,7 @@ class Mesh:
         if backend == "cuda" and world_size > torch.cuda.device_count():
             raise ValueError(f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
         if timeout is None:
-            timeout = TIMEOUT_TRAINIUM if backend == "xla" and on_trainium() else TIMEOUT
+            timeout = TIMEOUT if backend != "xla" else TIMEOUT_TRAINIUM if on_trainium() else TIMEOUT_XLA_CPU
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
         self.timeout, self.threads = timeout, threads
         self.pids: list[int] = []  # of the ranks, in their order
