@@ -16,6 +16,11 @@ PARAMETER_SETS = {
         {"world_size": 4, "tp_size": 4, "steps": 40},
         {"world_size": 2, "tp_size": 2, "steps": 8, "shard_mlp": False, "shard_vocabulary": False},
     ],
+    "03_gpt_neox_sequence_parallel": [
+        {"world_size": 2, "tp_size": 2, "steps": 4},
+        {"world_size": 4, "tp_size": 4, "steps": 4, "batch_size": 2},
+        {"preset": "small", "steps": 4, "batch_size": 2},
+    ],
     "04_llama2_selective_checkpointing": [
         {"world_size": 4, "tp_size": 4, "kv_heads": 2, "checkpointing": "full", "steps": 3},
         {"world_size": 2, "tp_size": 2, "checkpointing": "selective+mlp", "sequence_parallel": False, "steps": 3},
@@ -41,6 +46,14 @@ BAD_PARAMETERS = {
         ({"global_batch_size": 20}, [20, 16]),
         ({"preset": "full", "world_size": 32, "tp_size": 8, "global_batch_size": 128}, ["bytes", "5,379,617,728", 32]),
     ],
+    "03_gpt_neox_sequence_parallel": [
+        ({"world_size": 8, "tp_size": 8}, [4, 8]),
+        ({"seq_length": 33}, [33, 2]),
+        ({"preset": "full"}, ["164,449,615,872", "bytes"]),
+        ({"preset": "6.9b"}, ["bytes", "free"]),
+        ({"preset": "huge"}, ["'huge'", "tiny"]),
+        ({"tp_size": 1}, [1, 2]),
+    ],
     "04_llama2_selective_checkpointing": [
         ({"world_size": 2, "tp_size": 1}, [1, 2]),
         ({"world_size": 3, "tp_size": 3}, [4, 3]),
@@ -55,6 +68,7 @@ QUICK = {
     "00_meet_the_mesh": {"mebibytes": 1, "timeout": 5},
     "01_developer_guide": {"world_size": 2, "steps": 2},
     "02_bert_tensor_parallel": {"world_size": 2, "steps": 4, "global_batch_size": 8},
+    "03_gpt_neox_sequence_parallel": {"world_size": 2, "steps": 4, "batch_size": 2},
     "04_llama2_selective_checkpointing": {"world_size": 2, "steps": 2, "seq_length": 32},
 }
 
@@ -110,6 +124,16 @@ MISTAKES = {
         {
             "heads": ("sizes = [1, 2, 4, 8, 12]", "off by 4"),
             "batches": ("sequences, micro_batches = 16384, 64", "off by 32"),
+        },
+    ],
+    "03_gpt_neox_sequence_parallel": [
+        {
+            "layer": ("mebibytes = 2048 * 6144 * (6 + 24 / 32) / 2**20", "because that is without sequence parallel"),
+            "state": ("gigabytes = 20.55 * 12 / 32", "because that is without ZeRO-1"),
+        },
+        {
+            "layer": ("mebibytes = 2048 * 6144 * 30 / 2**20", "because that is all ranks together"),
+            "state": ("gigabytes = 20.55 * 8 / 32 / 4", "because the master weight counts too"),
         },
     ],
     "04_llama2_selective_checkpointing": [
