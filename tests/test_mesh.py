@@ -119,6 +119,8 @@ def notebook(one_notebook):
 def test_ranks_are_up_and_in_order(notebook):
     assert notebook.run("%%px\nprint(rank, world_size, device)") == "".join(f"[rank {r}] {r} 4 cpu\n" for r in range(4))
     assert notebook.run("%px import os; print(os.environ['WORLD_SIZE'])") == "[all 4 ranks] 4\n"
+    # More threads than cores make every rank ten times as slow, and torch reads their number when it is imported.
+    assert notebook.run("%px print(torch.get_num_threads())") == "[all 4 ranks] 1\n"
     assert notebook.run("%%px --rank 3,1\nprint('a\\nb')") == "[ranks 1, 3]\na\nb\n"
     assert notebook.run("%%px --rank 2\nrank * 10") == "[rank 2] 20\n"
     assert notebook.run("%%px\nimport sys\nprint('out'); print('err', file=sys.stderr)") == "[all 4 ranks]\nout\nerr\n"
