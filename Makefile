@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: tutorials test test-full lab notebooks clean
+.PHONY: tutorials test test-full test-grid lab notebooks clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,12 +15,15 @@ tutorials: $(READY)            ## every notebook, executed into build/executed/ 
 	$(BIN)/python -m notebooks.run tutorials
 
 test: $(READY)                 ## what a user runs: unit and multi-rank tests, every notebook once
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest -m "not slow and not grid" tests
 	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
 
 test-full: $(READY)            ## the whole: what `make test` does, then the slower rest
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -m "not grid" tests
 	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
+
+test-grid: $(READY)            ## every combination of degrees and switches of the models
+	$(BIN)/python -m pytest -m grid tests
 
 lab: $(READY)                  ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

@@ -104,7 +104,7 @@ def test_training_equals_one_process(ranks, tp, dp, accumulation, zero, sequence
     compare(ranks, tp, dp, accumulation, zero, sequence_parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("zero", [False, True], ids=["adamw", "zero1"])
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -100,7 +100,7 @@ def test_training_equals_one_process(ranks, tp, dp, sequence_parallel, mode, cha
     compare(ranks, tp, dp, sequence_parallel, mode, changes, **rest)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("mode", CHECKPOINTED)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -142,7 +142,7 @@ def moved_weights(changes, full, sequence_parallel, mode):
 
 
 @pytest.mark.parametrize("changes", WEIGHTS, ids=["plain", "biases", "tied"])
-@pytest.mark.parametrize("tp, mode", [(1, "none"), (2, "full"), (4, "selective"), pytest.param(8, "none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp, mode", [(1, "none"), (2, "full"), (4, "selective"), pytest.param(8, "none", marks=pytest.mark.grid)])
 def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, mode, changes):
     torch.manual_seed(7)
     model = hf.LlamaForCausalLM(config(**changes)).eval()
@@ -220,9 +220,9 @@ def saved_per_layer(mode, sequence_parallel, changes, dtype, batch, length, flas
     return (total[3] - total[1]) / 2
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_saved_bytes_in_closed_form(ranks, tp, sequence_parallel, batch):
     for mode in CHECKPOINTED:
         for changes in ({}, {"num_key_value_heads": 2}, {"attention_dropout": 0.1}):
