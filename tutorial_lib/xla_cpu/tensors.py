@@ -43,13 +43,17 @@ class LiveTensors:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._old = {key: reference for key, reference in self._old.items() if reference() is not None}
-        old = [reference() for reference in self._old.values()]
-        for objects in (old, *(gc.get_objects(generation) for generation in range(_OLDEST))):
-            for tensor in _tensors(objects):
-                tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
-                # One that is not functional is the inside of one that is, seen by a kernel written in Python.
-                if tensor.device.type == "xla" and torch._is_functional_tensor(tensor):
-                    yield tensor
+        found = [reference() for reference in self._old.values()]
+        for generation in range(_OLDEST):
+            # Filtered at once: what else is in that list (storages) must not be held when C++ frees it.
+            found += _tensors(gc.get_objects(generation))
+        found = [tensor for tensor in found if tensor is not None]
+        for tensor in found:
+            tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
+        for tensor in found:
+            # One that is not functional is the inside of one that is, seen by a kernel written in Python.
+            if tensor.device.type == "xla" and torch._is_functional_tensor(tensor):
+                yield tensor
 
 
 def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
