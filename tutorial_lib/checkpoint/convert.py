@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
+from .blocks import stored_blocks
 from .files import digest_of
 from .layout import METADATA
-from .lazy import LazyFile, Scratch
+from .lazy import LazyFile
 from .stream import sink
 from .tensors import Digests, map_tensors
 from .tools import check_output, copy_objects, open_checkpoint, progress, write_checkpoint
@@ -44,8 +45,7 @@ def _rewrite(source: LazyFile, path: Path, xser: bool) -> Digests:
     target = sink(source.value, path, xser)
     todo: dict[int, torch.Tensor] = {}
     map_tensors(source.value, lambda tensor: todo.setdefault(id(tensor), tensor))
-    scratch = Scratch()
     for described in todo.values():
-        room = scratch("tensor", described.shape, described.dtype)
-        target.put(described, source.read(described, room))
+        for first, rows in stored_blocks(source, described):
+            target.put_rows(described, first, rows)
     return target.close()

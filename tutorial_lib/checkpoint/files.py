@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-CHUNK = 1 << 24  # bytes read at a time
+CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
 
 
 class Digest(NamedTuple):
@@ -165,11 +165,11 @@ def sync_directory(path: str | Path) -> None:
 
 def digest_of(path: str | Path) -> Digest:
     """The digest of a file as it lies on the disk."""
-    state, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            state.update(chunk)
-            size += len(chunk)
+    state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            state.update(room[:count])
+            size += count
     return Digest(size, state.hexdigest())
 
 

@@ -57,17 +57,11 @@ class Layout:
                 shard.narrow(self.partition.dim, local, length)
             )
 
-    def cut(self, full: torch.Tensor, rank: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The shard of `rank`, padding included; a copy, or `full` itself where it is replicated.
-
-        Args:
-            out: where to, if it is to go into memory that is there.
-        """
+    def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The shard of `rank` with its padding: a copy, or `full` itself where it is replicated."""
         if self.partition is None:
             return full
-        shard = full.new_empty(self.local_shape()) if out is None else out
-        if self.partition.pad:
-            shard.zero_()
+        shard = full.new_zeros(self.local_shape())
         for start, local, length in self.pieces(rank):
             shard.narrow(self.partition.dim, local, length).copy_(
                 full.narrow(self.partition.dim, start, length)

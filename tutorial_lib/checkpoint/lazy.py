@@ -4,7 +4,6 @@ the one in use.
 
 import struct
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -89,24 +88,17 @@ class LazyFile:
         """Reads one tensor of a dict."""
         return self.read(self.index[key])
 
-    def read(self, described: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, described: torch.Tensor) -> torch.Tensor:
         """Reads the tensor that an entry of `value` describes, contiguous.
-
-        Args:
-            out: where to, if it is to go into memory that is there.
 
         Raises:
             ValueError: the file ends before it does.
         """
-        result = torch.empty(described.shape, dtype=described.dtype) if out is None else out
-        if described.is_contiguous():
-            self._fill(described, 0, result)
-            return result
         strides = described.stride()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(described.shape, strides))
-        stretch = torch.empty(extent, dtype=described.dtype)
-        self._fill(described, 0, stretch)
-        return result.copy_(stretch.as_strided(described.shape, strides))
+        result = torch.empty(extent if described.numel() else 0, dtype=described.dtype)
+        self._fill(described, 0, result)
+        return result.as_strided(described.shape, strides).contiguous()
 
     def read_rows(self, described: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Reads rows from `first` on, as many as `out` has, into it. Both have to be contiguous."""
@@ -127,22 +119,3 @@ class LazyFile:
     def place(self, described: torch.Tensor) -> int:
         """The byte of the file that the tensor begins at."""
         return self._stored[id(described)][2]
-
-
-class Scratch:
-    """Memory that one tensor after another is held in. Fresh memory would cost as much as the copy.
-
-    What it gives is good until the next call with the same slot.
-    """
-
-    def __init__(self):
-        self._slots: dict[str, torch.Tensor] = {}
-
-    def __call__(self, slot: str, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of that form with any content."""
-        shape = torch.Size(shape)
-        size = shape.numel() * dtype.itemsize
-        if slot not in self._slots or self._slots[slot].numel() < size:
-            self._slots.pop(slot, None)  # before the larger one is made
-            self._slots[slot] = torch.empty(size, dtype=torch.uint8)
-        return self._slots[slot][:size].view(dtype).view(shape)

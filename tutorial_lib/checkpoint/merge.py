@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from .architectures import Architecture, architecture_of, pieces
+from .blocks import full_blocks, overlap
 from .layout import Layout
-from .lazy import Scratch
 from .reader import Reader
 from .stream import SafetensorsSink, form
 from .tools import check_output, described, open_checkpoint, progress
@@ -46,14 +46,19 @@ def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
 
 
 def _merge(reader: Reader, architecture: Architecture, sink: SafetensorsSink) -> None:
-    scratch = Scratch()
     for name, layout in progress(_once(reader).items(), "merge"):
-        full, theirs = reader.full(name, layout, scratch), architecture.names(name)
-        if len(theirs) == 1:
-            sink.put(theirs[0], full)
-            continue
-        for their, start, length in pieces(layout, theirs):
-            sink.put(their, full.narrow(layout.partition.dim, start, length))
+        theirs = architecture.names(name)
+        for first, rows in full_blocks(reader, name, layout):
+            if len(theirs) == 1:
+                sink.put_rows(theirs[0], first, rows)
+                continue
+            for their, start, length in pieces(layout, theirs):
+                if layout.partition.dim:
+                    part = rows.narrow(layout.partition.dim, start, length)
+                    sink.put_rows(their, first, part)
+                    continue
+                for row, part in overlap((first, rows), start, length):
+                    sink.put_rows(their, row, part)
 
 
 def _once(reader: Reader) -> dict[str, Layout]:

@@ -11,7 +11,7 @@ import torch
 
 from . import tensors
 from .layout import Layout, read_metadata
-from .lazy import LazyFile, Scratch
+from .lazy import LazyFile
 from .ranks import shard_name
 from .tags import Complete
 
@@ -132,38 +132,32 @@ class Reader:
         """
         return None if self.metadata is None else self.metadata["model"]
 
-    def full(self, name: str, layout: Layout, scratch: Scratch | None = None) -> torch.Tensor:
-        """The full tensor, without padding, from the shards.
-
-        Args:
-            layout: how the shards are cut; of the saved degree.
-            scratch: memory to hold it, for a caller that needs it until the next call only.
-        """
-        dtype = self._tensor(name, 0).dtype
-        make = scratch or (lambda slot, shape, dtype: torch.empty(tuple(shape), dtype=dtype))
-        result = make("full", layout.shape, dtype)
+    def full(self, name: str, layout: Layout) -> torch.Tensor:
+        """The full tensor, without padding, from shards that are cut by `layout`."""
+        result = None
         for rank in layout.sources():
-            file, entry = self.lazy(self.model_file(rank)), self._tensor(name, rank)
-            if tuple(entry.shape) != layout.local_shape():
-                raise ValueError(
-                    f"{file.path}: {name} has shape {tuple(entry.shape)}, "
-                    f"{layout.local_shape()} was expected"
-                )
-            if layout.partition is None:
-                file.read(entry, result)
-            elif layout.partition.dim == 0 and entry.is_contiguous():
-                for start, local, length in layout.pieces(rank):
-                    file.read_rows(entry, local, result[start : start + length])
-            else:
-                layout.fill(result, file.read(entry, make("shard", entry.shape, dtype)), rank)
+            file, entry = self.entry(name, rank, layout)
+            if result is None:
+                result = torch.empty(layout.shape, dtype=entry.dtype)
+            layout.fill(result, file.read(entry), rank)
         return result
 
-    def _tensor(self, name: str, rank: int) -> torch.Tensor:
-        """A tensor of one shard, by shape and dtype alone."""
+    def entry(self, name: str, rank: int, layout: Layout) -> tuple[LazyFile, torch.Tensor]:
+        """The file that holds a rank's shard of a tensor, and the shard without its data.
+
+        Raises:
+            ValueError: it is not there, or has not the shape that `layout` gives it.
+        """
         file = self.lazy(self.model_file(rank))
         if name not in file.index:
             raise ValueError(f"{file.path} holds no tensor {name}: it is of another model")
-        return file.index[name]
+        entry = file.index[name]
+        if tuple(entry.shape) != layout.local_shape():
+            raise ValueError(
+                f"{file.path}: {name} has shape {tuple(entry.shape)}, "
+                f"{layout.local_shape()} was expected"
+            )
+        return file, entry
 
     def resharded(
         self, targets: dict[str, Layout], ties: list[list[str]], rank: int, strict: bool

@@ -8,8 +8,8 @@ import torch
 
 from ..optimizer.shards import shard_length, take_shard
 from .architectures import layout_at
+from .blocks import full_blocks, shard_blocks
 from .layout import METADATA, Layout, to_json, write_metadata
-from .lazy import Scratch
 from .optimizer_state import MASTER, SavedOptimizer
 from .ranks import shard_name
 from .reader import Reader
@@ -82,7 +82,7 @@ def _weights(
     reader: Reader, targets: dict[str, Layout], aside: Path, tp: int, xser: bool
 ) -> Digests:
     first = {name: group[0] for group in reader.metadata["tied"] for name in group}
-    forms, sinks, scratch = [], [], Scratch()
+    forms, sinks = [], []
     for rank in range(tp):
         mine = {
             n: form(t.local_shape(), t.dtype) for n, t in targets.items() if first.get(n, n) == n
@@ -91,10 +91,10 @@ def _weights(
         value = {name: mine[first.get(name, name)] for name in targets}
         sinks.append(sink(value, aside / "model" / shard_name(0, rank), xser))
     for name in progress(forms[0], "weights"):
-        full, target = reader.full(name, reader.layouts[name], scratch), targets[name]
-        for rank in range(tp):
-            room = scratch("part", target.local_shape(), full.dtype)
-            sinks[rank].put(forms[rank][name], target.cut(full, rank, room))
+        for block in full_blocks(reader, name, reader.layouts[name]):
+            for rank in range(tp):
+                for row, part in shard_blocks(targets[name], rank, block):
+                    sinks[rank].put_rows(forms[rank][name], row, part)
     return close_all(sinks)
 
 

@@ -42,6 +42,10 @@ def _write(file: FileIO, tensor: torch.Tensor) -> None:
         rest = rest[file.write(rest) :]
 
 
+def _row_bytes(expected: torch.Tensor) -> int:
+    return expected.shape[1:].numel() * expected.element_size()
+
+
 def _check(tensor: torch.Tensor, expected: torch.Tensor) -> None:
     assert tensor.shape == expected.shape and tensor.dtype == expected.dtype, (
         tensor.shape,
@@ -84,9 +88,13 @@ class PlainSink:
     def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fills in the tensor of that form."""
         _check(tensor, expected)
-        if tensor.numel():
-            self._file.seek(self._offsets[id(expected)])
-            _write(self._file, tensor)
+        self.put_rows(expected, 0, tensor)
+
+    def put_rows(self, expected: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Fills in rows from `first` on of the tensor of that form."""
+        if rows.numel():
+            self._file.seek(self._offsets[id(expected)] + first * _row_bytes(expected))
+            _write(self._file, rows)
 
     def close(self) -> Digests:
         """The file takes its name; returns its digest."""
@@ -97,14 +105,15 @@ class PlainSink:
 
 
 class XserSink:
-    """Files as `tensors.save_xser` writes them, filled by `put`."""
+    """Files as `tensors.save_xser` writes them, filled by `put`, one tensor after another."""
 
     def __init__(self, value, path: Path):
         self._path, self._tids, self._info = path, {}, {}
         tensors_folder(path).mkdir(parents=True, exist_ok=True)
         self._written: Digests = {}
-        self._value = value
+        self._value = value  # so that the ids of its forms stay theirs
         self._skeleton = map_tensors(value, self._refer)
+        self._open: tuple[torch.Tensor, PlainSink] | None = None
 
     def _refer(self, tensor: torch.Tensor) -> TensorReference:
         tid = self._tids.setdefault(id(tensor), len(self._tids))
@@ -118,11 +127,24 @@ class XserSink:
     def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
         """Writes the tensor of that form."""
         _check(tensor, expected)
-        file = tensor_file(self._path, self._tids[id(expected)])
-        self._written[file] = write_object(tensor.contiguous(), file)
+        self.put_rows(expected, 0, tensor)
+
+    def put_rows(self, expected: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Writes rows from `first` on of the tensor of that form."""
+        if self._open is None or self._open[0] is not expected:
+            self._close_tensor()
+            file = tensor_file(self._path, self._tids[id(expected)])
+            self._open = expected, PlainSink(expected, file)
+        self._open[1].put_rows(expected, first, rows)
+
+    def _close_tensor(self) -> None:
+        if self._open is not None:
+            self._written |= self._open[1].close()
+        self._open = None
 
     def close(self) -> Digests:
         """Writes the object around the tensors; returns the digests of all files."""
+        self._close_tensor()
         self._written[info_file(self._path)] = write_object(self._info, info_file(self._path))
         self._written[self._path] = write_object(self._skeleton, self._path, references=True)
         return self._written
@@ -152,11 +174,10 @@ class SafetensorsSink:
         self._file = open(self._aside, "wb", buffering=0)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Fills in one tensor."""
-        _check(tensor, self._forms[name])
-        self._file.seek(self._offsets[name])
-        _write(self._file, tensor)
+    def put_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
+        """Fills in rows from `first` on of one tensor."""
+        self._file.seek(self._offsets[name] + first * _row_bytes(self._forms[name]))
+        _write(self._file, rows)
 
     def __enter__(self) -> "SafetensorsSink":
         return self
