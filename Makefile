@@ -22,7 +22,7 @@ test-full: $(READY)            ## the whole: what `make test` does, then the slo
 	$(BIN)/python -m pytest -m "not grid" tests
 	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
 
-test-grid: $(READY)            ## every combination of degrees and switches of the models
+test-grid: $(READY)            ## every combination of the models, more notebooks, a hundred kills
 	$(BIN)/python -m pytest -m grid tests
 
 lab: $(READY)                  ## JupyterLab on the notebooks

@@ -56,7 +56,7 @@ BAD_PARAMETERS = {
     ],
     "04_llama2_selective_checkpointing": [
         ({"world_size": 2, "tp_size": 1}, [1, 2]),
-        ({"world_size": 3, "tp_size": 3}, [4, 3]),
+        ({"world_size": 3, "tp_size": 3}, [128, 3]),
         ({"seq_length": 33}, [33, 2]),
         ({"checkpointing": "most"}, ["'most'", "selective+mlp"]),
         ({"kv_heads": 3, "tp_size": 2}, [3, 2]),

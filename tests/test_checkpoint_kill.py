@@ -108,7 +108,7 @@ def test_killed_while_saving(tmp_path, async_save):
     kills(tmp_path / "run", 2, async_save, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_fifty_kills(tmp_path, async_save):
