@@ -69,7 +69,7 @@ QUICK = {
     "01_developer_guide": {"world_size": 2, "steps": 2},
     "02_bert_tensor_parallel": {"world_size": 2, "steps": 4, "global_batch_size": 8},
     "03_gpt_neox_sequence_parallel": {"world_size": 2, "steps": 4, "batch_size": 2},
-    "04_llama2_selective_checkpointing": {"world_size": 2, "steps": 2, "seq_length": 32},
+    "04_llama2_selective_checkpointing": {"steps": 6},  # of fewer the loss need not fall
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
