@@ -15,10 +15,10 @@ from transformers.models.gpt_neox import modeling_gpt_neox as hf
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.layer_norm import LayerNorm
 from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
+from .causal_lm import causal_lm_loss, count_targets
 from .initialize import finish, initialize_sharded
 
 PRESETS = {
@@ -243,7 +243,7 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
 
     def count_targets(self, batch: dict) -> torch.Tensor:
         """How many tokens of a batch are predicted, which the loss is averaged over."""
-        return (batch["labels"][:, 1:] != -100).sum()
+        return count_targets(batch["labels"])
 
     def forward(self, input_ids, attention_mask=None, labels=None, num_items_in_batch=None, use_cache=False, **kwargs):
         """Hugging Face's forward, with this rank's part of the logits: `[B, S, V/T]`, padding included.
@@ -265,11 +265,7 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
             logits = logits.transpose(0, 1)
         loss = None
         if labels is not None:
-            if num_items_in_batch is None:
-                num_items_in_batch = self.count_targets({"labels": labels})
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-            losses = parallel_cross_entropy(logits, targets, vocab_size=self.config.vocab_size)
-            loss = losses.sum() / num_items_in_batch.clamp(min=1)
+            loss = causal_lm_loss(logits, labels, self.config.vocab_size, num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=output.get("cache"))
 
     def _causal_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
