@@ -41,7 +41,7 @@ class Architecture:
         return (name,)
 
 
-_Q, _KV = "num_attention_heads", "num_key_value_heads"
+_Q, _KV, _GPT2 = "num_attention_heads", "num_key_value_heads", "n_head"
 ARCHITECTURES = {
     "bert": Architecture(
         "tutorial_lib.models.bert:BertForPreTraining",
@@ -69,7 +69,13 @@ ARCHITECTURES = {
             r".*\.[kv]_proj\.(weight|bias)": (_KV,),
         },
     ),
-    "gpt2": Architecture("tutorial_lib.models.gpt:GPT2LMHeadModel"),
+    "gpt2": Architecture(
+        "tutorial_lib.models.gpt:GPT2LMHeadModel",
+        heads={
+            r".*\.attn\.c_attn\.(weight|bias)": (_GPT2, _GPT2, _GPT2),
+            r".*\.attn\.c_proj\.weight": (_GPT2,),
+        },
+    ),
 }
 
 
@@ -97,7 +103,7 @@ def layout_at(name: str, layout: Layout, tp: int, config: dict | None, pad: bool
         fields = next((fields for pattern, fields in rules if re.fullmatch(pattern, name)), ())
     heads = tuple(config.get(f) or config[_Q] for f in fields) or None
     try:
-        if fields and heads[0] % tp and fields[0] == _Q:
+        if fields and heads[0] % tp and fields[0] in (_Q, _GPT2):
             raise ValueError(f"{heads[0]} attention heads are not divisible by {tp}")
         return layout.at(tp, pad, heads)
     except ValueError as error:

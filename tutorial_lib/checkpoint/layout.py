@@ -112,8 +112,10 @@ class Layout:
             )
             return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas))
         replicas = tuple(max(parts * r // old.parts, 1) if r > 1 else 1 for r in old.replicas)
-        padding = -old.sizes[0] % parts if old.pad or (pad and len(old.sizes) == 1) else 0
-        return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas, padding))
+        padded = old.pad or old.multiple > 1 or (pad and len(old.sizes) == 1)
+        padding = -old.sizes[0] % (parts * old.multiple) if padded else 0
+        cut = Partition(old.dim, old.sizes, parts, replicas, padding, None, old.multiple)
+        return replace(self, partition=cut)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

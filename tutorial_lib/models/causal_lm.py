@@ -22,7 +22,14 @@ def causal_lm_loss(
         vocab_size: V, without padding.
         num_items_in_batch: predicted tokens of the whole global batch; by default those of this one.
     """
-    if num_items_in_batch is None:
-        num_items_in_batch = count_targets(labels)
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # not a cut of the logits: that would copy them
+    return targets_loss(logits, targets, vocab_size, num_items_in_batch)
+
+
+def targets_loss(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, num_items_in_batch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`causal_lm_loss` with what position s predicts at `targets[:, s]`, shifted already."""
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != -100).sum()
     return parallel_cross_entropy(logits, targets, vocab_size=vocab_size).sum() / num_items_in_batch.clamp(min=1)

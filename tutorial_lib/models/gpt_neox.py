@@ -19,6 +19,7 @@ from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
 from .causal_lm import causal_lm_loss, count_targets
+from .dropout import ShardedDropout
 from .initialize import finish, initialize_sharded
 
 PRESETS = {
@@ -78,16 +79,6 @@ def layer_activation_bytes(
     attention = 4 * hidden * element + 4 * config.num_attention_heads  # query, key, value, output; a float32 for each head
     mlp = 2 * config.intermediate_size * element  # before and behind the activation function
     return tokens * (norms / (tp if sequence_parallel else 1) + (attention + mlp) / tp)
-
-
-class ShardedDropout(nn.Dropout):
-    """Dropout of an activation that is cut over the tensor-parallel ranks: each draws a mask of its own."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return input
-        with get_xla_rng_tracker().fork():
-            return super().forward(input)
 
 
 class RotaryEmbedding(hf.GPTNeoXRotaryEmbedding):

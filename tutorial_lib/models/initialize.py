@@ -22,6 +22,9 @@ def finish(model: PreTrainedModel) -> None:
     if torch.get_default_device().type != "meta":
         with torch.no_grad():
             materialize(model, torch.get_default_device(), model._init_weights)
+            for module in model.modules():  # what a module changes in those that it is made of
+                if not (module._parameters or module._buffers):
+                    model._init_weights(module)
 
 
 def initialize_sharded(module: nn.Module, std: float) -> bool:

@@ -36,6 +36,8 @@ class ParallelEmbedding(ShardedModule):
         use_spmd_rank, tile_cc: for a compiler's sake; they change no result here.
         rank_ordering: the place of each rank's part, where it is not the rank.
         collect_output: False gives this rank's own part: the summand, or the columns.
+        pad_alignment_size_per_rank: with `pad`, make each rank's share a multiple of it, as in
+            `ColumnParallelLinear`.
 
     Shapes:
         ids `[…]`; output `[…, H]` in the table's dtype.
@@ -67,6 +69,8 @@ class ParallelEmbedding(ShardedModule):
         tile_cc: bool = False,
         rank_ordering: list[int] | None = None,
         collect_output: bool = True,
+        *,
+        pad_alignment_size_per_rank: int = 1,
     ):
         super().__init__(device, dtype, tensor_model_parallel_group)
         if padding_idx is not None:
@@ -97,9 +101,12 @@ class ParallelEmbedding(ShardedModule):
 
         self.weight_partition_dim = 1 if shard_across_embedding else 0
         size = (num_embeddings, embedding_dim)[self.weight_partition_dim]
-        self.pad_size = -size % parts if pad else 0
+        multiple = pad_alignment_size_per_rank if pad else 1
+        self.pad_size = -size % (parts * multiple) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._cut = Partition(self.weight_partition_dim, (size,), parts, (), self.pad_size, order)
+        self._cut = Partition(
+            self.weight_partition_dim, (size,), parts, (), self.pad_size, order, multiple
+        )
         self._declare("weight", (num_embeddings, embedding_dim), self._cut)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
         self.start_index = 0

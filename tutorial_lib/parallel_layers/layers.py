@@ -84,7 +84,8 @@ class ColumnParallelLinear(ParallelLinear):
         self.keep_padded_output = keep_padded_output
         zeros = padding(output_size, parts, pad_alignment_size_per_rank) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
-        self._set_cut(Partition(0, self._fused(output_size), parts, (), zeros, order))
+        multiple = pad_alignment_size_per_rank if pad else 1
+        self._set_cut(Partition(0, self._fused(output_size), parts, (), zeros, order, multiple))
         self._declare("weight", (output_size, input_size), self._cut)
         if bias:
             self._declare("bias", (output_size,), None if gather_output else self._cut)
@@ -108,7 +109,7 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError(
                 "slice_indices needs gather_output=False or bias=False: the bias is that of all features"
             )
-        weight, bias = self.weight, None if self.gather_output or self.skip_bias_add else self.bias
+        weight, bias = self.matrix, None if self.gather_output or self.skip_bias_add else self.bias
         real = self._cut.real_size(self._rank)
         if slice_indices is not None:
             weight, bias = weight[slice_indices], bias if bias is None else bias[slice_indices]
@@ -228,7 +229,7 @@ class RowParallelLinear(ParallelLinear):
                 input = self._by_rank(input)
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.groups)
         self._check_input(input, self.input_size_per_partition)
-        weight = self.weight
+        weight = self.matrix
         real = self._cut.real_size(self._rank)
         if real < weight.size(1):
             input, weight = input[..., :real], weight[:, :real]

@@ -52,6 +52,11 @@ class ParallelLinear(ShardedModule):
         self.keep_master_weight = keep_master
         self.master_weight: torch.Tensor | None = None
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as it is multiplied: `[out, in]`."""
+        return self.weight
+
     def _fused(self, size: int) -> tuple[int, ...]:
         ensure_divisibility(size, self.stride, "size over stride")
         return (size // self.stride,) * self.stride

@@ -56,6 +56,8 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
             self._partitions[name] = partition
             if partition.pad:
                 marks["pad_size"] = partition.pad
+            if partition.multiple > 1:
+                marks["pad_multiple"] = partition.multiple
             if any(r > 1 for r in partition.replicas) or len(set(partition.sizes)) > 1:
                 marks["partition_sizes"] = partition.sizes
                 marks["partition_replicas"] = partition.replicas

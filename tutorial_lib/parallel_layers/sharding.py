@@ -29,6 +29,7 @@ class Partition:
             value heads that are fewer than ranks); by default 1.
         pad: zeros that lie behind each matrix so that the cut comes out even.
         order: the place of each rank's part, where that is not the rank.
+        multiple: with padding, each part has a multiple of so many rows, at every number of parts.
 
     Raises:
         ValueError: a size that does not divide, or an order that is no permutation, with the
@@ -41,6 +42,7 @@ class Partition:
     replicas: tuple[int, ...] = ()
     pad: int = 0
     order: tuple[int, ...] | None = None
+    multiple: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "replicas", self.replicas or (1,) * len(self.sizes))
@@ -145,6 +147,6 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
         ensure_divisibility(parameter.size(dim), stride, "size of a part over its stride")
         sizes = (parameter.size(dim) // stride * parts - pad,) * stride
     replicas = getattr(parameter, "partition_replicas", ())
-    return Partition(
-        dim, tuple(sizes), parts, tuple(replicas), pad, None if order is None else tuple(order)
-    )
+    order = None if order is None else tuple(order)
+    multiple = getattr(parameter, "pad_multiple", 1)
+    return Partition(dim, tuple(sizes), parts, tuple(replicas), pad, order, multiple)

@@ -52,6 +52,7 @@ PARAMETER_MARKS = (
     "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
     # How it is cut, where the marks above do not say it all (`sharding.Partition`).
     "pad_size",  # zeros behind each of its fused matrices
+    "pad_multiple",  # of which each rank's share is a multiple, at every tensor-parallel size
     "partition_sizes",
     "partition_replicas",
 )
