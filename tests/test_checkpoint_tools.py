@@ -1,5 +1,5 @@
 """The tools, on BERT and the stand-in: merge, split, reshard, convert, verify, inspect, and what
-they refuse.
+they refuse. Other models: `test_checkpoint_hugging_face`.
 """
 
 import json
@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, GPTNeoXConfig
+from transformers import BertConfig
 from transformers import BertForPreTraining as HuggingFaceBert
-from transformers import GPTNeoXForCausalLM as HuggingFaceNeoX
 
 from tests.standin import Standin, full_weights, same, state
 from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags, tensors
@@ -21,7 +20,6 @@ from tutorial_lib.checkpoint.architectures import layout_at
 from tutorial_lib.checkpoint.layout import Layout
 from tutorial_lib.checkpoint.reader import Reader
 from tutorial_lib.models.bert import BertForPreTraining
-from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
@@ -87,37 +85,6 @@ def test_split_and_merge_are_the_identity(tmp_path, tp):
     for file in (tmp_path / "hf").glob("*.safetensors"):
         original |= load_file(file)
     assert same(load_file(tmp_path / "merged" / "model.safetensors"), original)
-
-
-NEOX = GPTNeoXConfig(
-    hidden_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=48,
-    vocab_size=96,
-    max_position_embeddings=32,
-    use_cache=False,
-)
-
-
-def save_neox(folder):
-    torch.manual_seed(3)
-    save_checkpoint(folder, "step_7", GPTNeoXForCausalLM(NEOX))
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_merged_neox_is_hugging_faces(ranks, tmp_path, tp):
-    ranks(save_neox, str(tmp_path / "run"), world_size=tp, tp=tp)
-    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
-    merged, info = HuggingFaceNeoX.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    torch.manual_seed(3)
-    expected = hugging_face_reference(HuggingFaceNeoX, NEOX)
-    assert same(state(merged), state(expected))
-    again = str(tmp_path / "again" / "t")
-    assert main(["split", str(tmp_path / "merged"), again, "--tp", str(tp)]) == 0
-    for file in Reader(tags.latest(tmp_path / "run")).files():
-        assert same(tensors.load(file), tensors.load(f"{again}/model/{file.name}"))
 
 
 @pytest.mark.parametrize("command", ["merge", "reshard", "convert"])

@@ -3,7 +3,7 @@ names there.
 
 An architecture registers itself in `ARCHITECTURES` by the `model_type` of its configuration. Models
 keep Hugging Face's names, so that most need no rules. A fused tensor (q, k and v; gate and up) is
-several of Hugging Face's.
+several of Hugging Face's. In files a tensor may have an older name, which transformers knows.
 """
 
 import importlib
@@ -39,6 +39,38 @@ class Architecture:
             if match := re.fullmatch(pattern, name):
                 return tuple(match.expand(their) for their in theirs)
         return (name,)
+
+    def published(self, name: str) -> tuple[str, ...]:
+        """The names in Hugging Face's files of what is `name` here."""
+        rules = [rule.reverse_transform() for rule in reversed(self._renamings())]
+        return tuple(_renamed(their, rules) for their in self.names(name))
+
+    def current_name(self, published: str) -> str:
+        """Hugging Face's name today of what is called so in a file."""
+        return _renamed(published, self._renamings())
+
+    def ignores(self, name: str) -> bool:
+        """True for what Hugging Face's class leaves aside in a file: buffers of old versions."""
+        patterns = getattr(self.model_class(), "_keys_to_ignore_on_load_unexpected", None) or ()
+        return any(re.search(pattern, name) for pattern in patterns)
+
+    def model_class(self) -> type:
+        module, _, name = self.model.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def _renamings(self) -> list:
+        """Between files and today's models; of the class of the same name."""
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        rules = get_checkpoint_conversion_mapping(self.model.partition(":")[2]) or []
+        return [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
+
+def _renamed(name: str, rules: list) -> str:
+    for rule in rules:
+        name, _ = rule.rename_source_key(name)
+    return name
 
 
 _Q, _KV, _GPT2 = "num_attention_heads", "num_key_value_heads", "n_head"
@@ -139,9 +171,7 @@ def describe_model(config: dict, options: dict) -> tuple[dict[str, Layout], list
     """
     from transformers import AutoConfig
 
-    module, _, name = architecture_of(config).model.partition(":")
-    cls = getattr(importlib.import_module(module), name)
-    kind = config["model_type"]
+    cls, kind = architecture_of(config).model_class(), config["model_type"]
     with _world_of_one(), torch.device("meta"):
         model = cls(
             AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}),

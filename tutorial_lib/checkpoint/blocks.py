@@ -47,7 +47,7 @@ def full_blocks(reader: Reader, name: str, layout: Layout) -> Iterator[Block]:
         yield from stored_blocks(*entries[0])
     elif cut.dim == 0:
         for rank, (file, entry) in entries.items():
-            for start, local, length in layout.pieces(rank):
+            for start, local, length in layout.partition.pieces(rank):
                 for row, block in stored_blocks(file, entry, local, length):
                     yield start + row - local, block
     else:
@@ -70,12 +70,12 @@ def shard_blocks(layout: Layout, rank: int, block: Block) -> Iterator[Block]:
     if cut is None:
         yield block
     elif cut.dim == 0:
-        for start, local, length in layout.pieces(rank):
+        for start, local, length in layout.partition.pieces(rank):
             for row, part in overlap(block, start, length):
                 yield local + row, part
     else:
         part = rows.new_zeros((len(rows), *layout.local_shape()[1:]))
-        for start, local, length in layout.pieces(rank):
+        for start, local, length in layout.partition.pieces(rank):
             part.narrow(cut.dim, local, length).copy_(rows.narrow(cut.dim, start, length))
         yield first, part
 

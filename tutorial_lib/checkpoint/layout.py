@@ -6,7 +6,6 @@ Tools read it instead of building a model. How a tensor is cut is a
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -36,37 +35,19 @@ class Layout:
             shape[self.partition.dim] = sum(self.partition.local_sizes)
         return tuple(shape)
 
-    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """`(start in the full tensor, start in the shard, length)` along the cut, for what is not
-        padding.
-        """
-        cut, full, local = self.partition, 0, 0
-        for size, rows, replicas in zip(cut.sizes, cut.local_sizes, cut.replicas, strict=True):
-            first = cut.place(rank) // replicas * rows
-            if (length := min(max(size - first, 0), rows)) > 0:
-                yield full + first, local, length
-            full, local = full + size, local + rows
-
     def fill(self, full: torch.Tensor, shard: torch.Tensor, rank: int) -> None:
         """Copies the shard of `rank` to its place in the full tensor."""
         if self.partition is None:
             full.copy_(shard)
             return
-        for start, local, length in self.pieces(rank):
+        for start, local, length in self.partition.pieces(rank):
             full.narrow(self.partition.dim, start, length).copy_(
                 shard.narrow(self.partition.dim, local, length)
             )
 
     def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """The shard of `rank` with its padding: a copy, or `full` itself where it is replicated."""
-        if self.partition is None:
-            return full
-        shard = full.new_zeros(self.local_shape())
-        for start, local, length in self.pieces(rank):
-            shard.narrow(self.partition.dim, local, length).copy_(
-                full.narrow(self.partition.dim, start, length)
-            )
-        return shard
+        return full if self.partition is None else self.partition.shard(full, rank)
 
     def sources(self) -> list[int]:
         """The ranks whose shards together make the full tensor, one for each part."""
@@ -74,7 +55,7 @@ class Layout:
             return [0]
         needed, seen = [], set()
         for rank in range(self.partition.parts):
-            pieces = set(self.pieces(rank))
+            pieces = set(self.partition.pieces(rank))
             if not pieces <= seen:
                 needed.append(rank)
                 seen |= pieces

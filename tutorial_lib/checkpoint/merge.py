@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from .architectures import Architecture, architecture_of, pieces
+from .architectures import architecture_of, pieces
 from .blocks import full_blocks, overlap
-from .layout import Layout
 from .reader import Reader
 from .stream import SafetensorsSink, form
 from .tools import check_output, described, open_checkpoint, progress
+
+Names = dict[str, tuple[str, ...]]  # of a tensor here → in the file to be
 
 
 def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
@@ -35,19 +36,20 @@ def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
     output = check_output(output, source, reader.path)
     is_file = output.suffix == ".safetensors"
     theirs = names == "huggingface" or (names == "auto" and not is_file)
-    architecture = architecture_of(reader.metadata["config"]) if theirs else Architecture("")
+    names_of = architecture_of(reader.metadata["config"]).published if theirs else lambda n: (n,)
     target = output if is_file else output / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with SafetensorsSink(_forms(reader, architecture), target) as sink:
-        reader.sound(_merge, reader, architecture, sink)
+    names = {name: names_of(name) for name in _once(reader)}
+    with SafetensorsSink(_forms(reader, names), target) as sink:
+        reader.sound(_merge, reader, names, sink)
     if not is_file:
         _write_config(reader, output)
     return target
 
 
-def _merge(reader: Reader, architecture: Architecture, sink: SafetensorsSink) -> None:
-    for name, layout in progress(_once(reader).items(), "merge"):
-        theirs = architecture.names(name)
+def _merge(reader: Reader, names: Names, sink: SafetensorsSink) -> None:
+    for name, theirs in progress(names.items(), "merge"):
+        layout = reader.layouts[name]
         for first, rows in full_blocks(reader, name, layout):
             if len(theirs) == 1:
                 sink.put_rows(theirs[0], first, rows)
@@ -61,20 +63,20 @@ def _merge(reader: Reader, architecture: Architecture, sink: SafetensorsSink) ->
                     sink.put_rows(their, row, part)
 
 
-def _once(reader: Reader) -> dict[str, Layout]:
+def _once(reader: Reader) -> list[str]:
     """Each tensor once: of tied ones the first, under which Hugging Face looks for it."""
     others = {name for group in reader.metadata["tied"] for name in group[1:]}
-    return {name: layout for name, layout in reader.layouts.items() if name not in others}
+    return [name for name in reader.layouts if name not in others]
 
 
-def _forms(reader: Reader, architecture: Architecture) -> dict[str, torch.Tensor]:
+def _forms(reader: Reader, names: Names) -> dict[str, torch.Tensor]:
     forms = {}
-    for name, layout in _once(reader).items():
-        names = architecture.names(name)
-        if len(names) == 1:
-            forms[names[0]] = form(layout.shape, layout.dtype)
+    for name, theirs in names.items():
+        layout = reader.layouts[name]
+        if len(theirs) == 1:
+            forms[theirs[0]] = form(layout.shape, layout.dtype)
             continue
-        for their, _, length in pieces(layout, names):
+        for their, _, length in pieces(layout, theirs):
             shape = list(layout.shape)
             shape[layout.partition.dim] = length
             forms[their] = form(shape, layout.dtype)

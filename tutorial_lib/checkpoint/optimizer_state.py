@@ -31,7 +31,7 @@ class SavedOptimizer:
         layouts: dict[str, Layout] | None = None,
     ):
         saved = (source.metadata or {}).get("optimizer") or {}
-        self.names, self._layouts = saved.get("parameters") or names, source.layouts or layouts
+        self.names, self._layouts = saved.get("parameters") or names, layouts or source.layouts
         if self.names is None or self._layouts is None:
             raise ValueError(
                 f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} and "
@@ -173,8 +173,8 @@ def _cut_anew(source: Reader, model, live: dict, names: list[str] | None) -> dic
             "cut anew, give the model too"
         )
     targets, _ = describe(model.state_dict(keep_vars=True))
-    guessed = {name: source.guess(target) for name, target in targets.items()}
-    return _resharded(SavedOptimizer(source, names, guessed), targets, live, names, place)
+    saved = SavedOptimizer(source, names, source.layouts or source.guess(targets))
+    return _resharded(saved, targets, live, names, place)
 
 
 def _resharded(

@@ -168,7 +168,7 @@ class Reader:
         Raises:
             ValueError: the checkpoint is of another model, or cannot be cut so; with both degrees.
         """
-        saved = self.layouts or {name: self.guess(target) for name, target in targets.items()}
+        saved = self.layouts or self.guess(targets)
         tied = {name: group for group in ties for name in group}
         result = {}
         for name, target in targets.items():
@@ -195,13 +195,20 @@ class Reader:
             )
         return result
 
-    def guess(self, target: Layout) -> Layout:
-        """How a checkpoint that does not say so cuts a tensor: as this model does, at the saved
+    def guess(self, targets: dict[str, Layout]) -> dict[str, Layout]:
+        """How a checkpoint that does not say so cuts its tensors: as this model does, at the saved
         degree.
+
+        Raises:
+            ValueError: they cannot be cut so; with the tensor and the degree.
         """
-        try:
-            return target.at(self.tp)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.path} was saved with tensor-parallel size {self.tp}: {error}"
-            ) from error
+        saved = {}
+        for name, target in targets.items():
+            try:
+                saved[name] = target.at(self.tp, pad=True)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.path} was saved with tensor-parallel size {self.tp} and has no "
+                    f"metadata.json to say how {name} is cut: {error}"
+                ) from error
+        return saved

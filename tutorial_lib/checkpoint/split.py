@@ -18,11 +18,11 @@ from .tools import check_output, progress, write_checkpoint
 
 
 class HuggingFaceFolder:
-    """The tensors of a folder that `save_pretrained` wrote, by name, one at a time.
+    """The tensors of a folder that `save_pretrained` wrote, by today's name, one at a time.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: weights that are a pickle; a broken file.
+        ValueError: weights that are a pickle; a broken file; an unknown architecture.
     """
 
     def __init__(self, folder: str | Path):
@@ -30,6 +30,7 @@ class HuggingFaceFolder:
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"{self.path / 'config.json'} is missing")
         self.config = json.loads((self.path / "config.json").read_text())
+        self.architecture = architecture_of(self.config)
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.is_file():
             files = set(json.loads(index.read_text())["weight_map"].values())
@@ -41,11 +42,12 @@ class HuggingFaceFolder:
                 f"{single} is missing"
                 + (f" ({other} is a pickle, which is not opened)" if other else "")
             )
-        self._file = {}
+        self._place: dict[str, tuple[Path, str]] = {}  # by name: the file, and the name there
         for name in sorted(files):
             try:
                 with safe_open(self.path / name, "pt") as file:
-                    self._file |= dict.fromkeys(file.keys(), self.path / name)
+                    for key in file.keys():
+                        self._place[self.architecture.current_name(key)] = self.path / name, key
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{self.path / name} is missing") from error
             except (
@@ -56,16 +58,18 @@ class HuggingFaceFolder:
                 ) from error
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file
+        return name in self._place
 
     def names(self) -> set[str]:
-        return set(self._file)
+        """Of all tensors but those that Hugging Face's class takes no notice of."""
+        return {name for name in self._place if not self.architecture.ignores(name)}
 
     def tensor(self, name: str) -> torch.Tensor:
-        if name not in self._file:
+        if name not in self._place:
             raise ValueError(f"{self.path} holds no tensor {name}: it is of another model")
-        with safe_open(self._file[name], "pt") as file:
-            return file.get_tensor(name)
+        path, key = self._place[name]
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(key)
 
 
 def split(
@@ -93,7 +97,7 @@ def split(
     """
     folder = HuggingFaceFolder(source)
     output = check_output(output, source)
-    architecture = architecture_of(folder.config)
+    architecture = folder.architecture
     own, ties = describe_model(folder.config, options)
     tied = {name: group for group in ties for name in group}
     origin = {}

@@ -86,7 +86,7 @@ def _tensor(reader: Reader, name: str, layout: Layout) -> Iterator[str]:
                 yield f"{name} is replicated and differs between ranks 0 and {rank}"
         elif any(replicas > 1 for replicas in layout.partition.replicas):
             shard = file[name]
-            for start, local, length in layout.pieces(rank):
+            for start, local, length in layout.partition.pieces(rank):
                 part = shard.narrow(layout.partition.dim, local, length)
                 if not torch.equal(held.setdefault((start, length), part), part):
                     yield f"{name}: rows from {start} are shared and differ on rank {rank}"

@@ -1,19 +1,19 @@
-"""Between the parts of a sharded model and the full tensors of Hugging Face's, bit for bit, in both directions."""
-
-import re
+"""Between the parts of a sharded model and the full tensors of Hugging Face's, bit for bit, in both
+directions; over the ranks that train. (`checkpoint` does the same from file to file.)
+"""
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from tutorial_lib.checkpoint.architectures import architecture_of
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.sharding import partition_of
 
 
-def full_tensors(model: nn.Module, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Full copies of the model's parameters, on every rank; called on every rank of the tensor-parallel group.
+def full_tensors(
+    model: nn.Module, tensors: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Full copies of the model's parameters, on every rank; called on every rank of the group.
 
     Args:
         tensors: by parameter name, what is cut as the parameters are (their gradients, say); by default the parameters.
@@ -23,7 +23,8 @@ def full_tensors(model: nn.Module, tensors: dict[str, torch.Tensor] | None = Non
     """
     full, names_of = {}, architecture_of(model.config.to_dict()).names
     for name, parameter in model.named_parameters():
-        partition, part = partition_of(parameter), (parameter if tensors is None else tensors[name]).detach()
+        partition = partition_of(parameter)
+        part = (parameter if tensors is None else tensors[name]).detach()
         if partition is None:
             full[name] = part.clone()
             continue
@@ -46,18 +47,26 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     Raises:
         ValueError: names that are missing or too many, or a tensor of another shape.
     """
-    renamed = {_current_name(model, name): tensor for name, tensor in full.items()}
+    architecture = architecture_of(model.config.to_dict())
+    renamed = {architecture.current_name(name): tensor for name, tensor in full.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    first = {id(parameter): name for name, parameter in reversed(parameters.items())}  # of each set of tied ones
-    names_of = architecture_of(model.config.to_dict()).names
-    theirs = {name: names_of(name) for name in parameters}
+    # Of each set of tied ones.
+    first = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    theirs = {name: architecture.names(name) for name in parameters}
     known = {one for names in theirs.values() for one in names}
-    absent = [one for name, p in parameters.items() if first[id(p)] == name for one in theirs[name] if one not in renamed]
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    extra = [name for name in renamed if name not in known and not any(re.search(p, name) for p in ignored)]
+    absent = [
+        one
+        for name, p in parameters.items()
+        if first[id(p)] == name
+        for one in theirs[name]
+        if one not in renamed
+    ]
+    extra = [name for name in renamed if name not in known and not architecture.ignores(name)]
     if absent or extra:
-        raise ValueError(f"a state dict without {', '.join(absent) or 'nothing'}, and with {', '.join(extra) or 'nothing'} "
-                         f"that {type(model).__name__} has not")  # fmt: skip
+        without, excess = (", ".join(names) or "nothing" for names in (absent, extra))
+        raise ValueError(
+            f"a state dict without {without}, and with {excess} that {type(model).__name__} has not"
+        )
     for name, parameter in parameters.items():
         if first[id(parameter)] != name:
             continue
@@ -65,7 +74,9 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
         if partition is not None and len(matrices) > 1:
             for one, matrix, size in zip(theirs[name], matrices, partition.sizes, strict=True):
                 if matrix.size(partition.dim) != size:  # two that are wrong may have the right sum
-                    raise ValueError(f"{one}: shape {tuple(matrix.shape)} should have {size} in dimension {partition.dim}")
+                    raise ValueError(
+                        f"{one}: shape {tuple(matrix.shape)} should have {size} in dimension {partition.dim}"
+                    )
         part = matrices[0] if len(matrices) == 1 else torch.cat(matrices, partition.dim)
         shape = tuple(part.shape)
         if partition is not None:
@@ -74,11 +85,3 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name}: shape {shape} gives {tuple(part.shape)} for this rank, "
                              f"not {tuple(parameter.shape)}")  # fmt: skip
         parameter.copy_(part)
-
-
-def _current_name(model: nn.Module, name: str) -> str:
-    """What a name in a published checkpoint has become."""
-    for rule in get_checkpoint_conversion_mapping(type(model).__name__) or []:
-        if isinstance(rule, WeightRenaming):
-            name, _ = rule.rename_source_key(name)
-    return name

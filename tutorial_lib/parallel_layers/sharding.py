@@ -4,6 +4,7 @@ arithmetic, no talking.
 Initial weights, outputs that are gathered, and checkpoints all go by the same `Partition`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,18 +82,39 @@ class Partition:
             return total
         return min(max(self.sizes[0] - self.place(rank) * total, 0), total)
 
+    def _runs(self, rank: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """For each matrix, where the part of `rank` begins in a full tensor of matrices of `sizes`,
+        and how much of it is there: less than its local size where padding is missing.
+        """
+        first = 0
+        for size, rows, replicas in zip(sizes, self.local_sizes, self.replicas, strict=True):
+            start = min(self.place(rank) // replicas * rows, size)
+            yield first + start, min(size - start, rows)
+            first += size
+
+    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """`(start in the full tensor, start in the part, length)` along the cut, of what is no
+        padding in the part of `rank`.
+        """
+        local = 0
+        for (start, length), rows in zip(self._runs(rank, self.sizes), self.local_sizes):
+            if length:
+                yield start, local, length
+            local += rows
+
     def shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of `rank`, as a copy. `full` may come with its padding or without.
 
         Raises:
             ValueError: `full` has another size.
         """
-        matrices = self.padded(full).split([size + self.pad for size in self.sizes], self.dim)
-        place = self.place(rank)
-        pieces = [
-            matrix.narrow(self.dim, place // replicas * local, local)
-            for matrix, local, replicas in zip(matrices, self.local_sizes, self.replicas)
-        ]
+        padding = self.pad if self._has_padding(full) else 0
+        runs = self._runs(rank, tuple(size + padding for size in self.sizes))
+        pieces = []
+        for (start, length), rows in zip(runs, self.local_sizes):
+            pieces.append(full.narrow(self.dim, start, length))
+            if length < rows:
+                pieces.append(self._zeros(full, rows - length))
         return torch.cat(pieces, self.dim)
 
     def merge(self, shards: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -117,21 +139,28 @@ class Partition:
         Raises:
             ValueError: `full` has neither the padded size nor the real one.
         """
-        real, found = sum(self.sizes), full.size(self.dim)
-        with_padding = real + self.pad * len(self.sizes)
-        if found == with_padding:
+        if self._has_padding(full):
             return full
-        if found != real:
-            raise ValueError(
-                f"dimension {self.dim} of a tensor of shape {tuple(full.shape)} has size {found}, not {real}"
-                + (f" (or {with_padding} with padding)" if self.pad else "")
-            )
-        shape = list(full.shape)
-        shape[self.dim] = self.pad
-        zeros = full.new_zeros(shape)
+        zeros = self._zeros(full, self.pad)
         return torch.cat(
             [piece for m in full.split(self.sizes, self.dim) for piece in (m, zeros)], self.dim
         )
+
+    def _zeros(self, like: torch.Tensor, size: int) -> torch.Tensor:
+        shape = list(like.shape)
+        shape[self.dim] = size
+        return like.new_zeros(shape)
+
+    def _has_padding(self, full: torch.Tensor) -> bool:
+        """True if there is nothing to add to a full tensor, as it has its padding or needs none."""
+        real, found = sum(self.sizes), full.size(self.dim)
+        with_padding = real + self.pad * len(self.sizes)
+        if found not in (real, with_padding):
+            raise ValueError(
+                f"dimension {self.dim} of a tensor of shape {tuple(full.shape)} has size {found}, "
+                f"not {real}" + (f" (or {with_padding} with padding)" if self.pad else "")
+            )
+        return found == with_padding
 
 
 def partition_of(parameter: torch.Tensor) -> Partition | None:

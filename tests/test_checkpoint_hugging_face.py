@@ -1,0 +1,112 @@
+"""To and from Hugging Face: a folder of several files is split over ranks, loaded, saved, merged, and
+opens there again, bit for bit; and the ranks' logits are Hugging Face's.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.standin import same, state
+from tests.tiny_models import LENGTH, TINY, VOCABULARY
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
+from tutorial_lib.checkpoint.__main__ import main
+from tutorial_lib.models.full_weights import load_full_tensors
+from tutorial_lib.parallel_layers import parallel_state
+
+CASES = {
+    "bert": ("bert", {}),
+    "neox": ("gpt_neox", {}),  # query, key and value of a head lie together
+    "neox tied": ("gpt_neox", {"tie_word_embeddings": True, "attention_bias": False}),
+    "llama": ("llama", {"num_key_value_heads": 8}),  # three fused matrices of one size
+    "llama biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama shared": (
+        "llama",
+        {"num_key_value_heads": 2, "head_dim": 6},
+    ),  # four ranks share two key and value heads
+    "llama tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+}
+IDS = torch.arange(1, 1 + 2 * LENGTH).reshape(2, LENGTH)
+
+
+def logits_of(output) -> torch.Tensor:
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+
+
+def hugging_face(case: str):
+    """The whole model; no weight is a one or a zero, as those of norms and biases are at first."""
+    kind, changes = CASES[case]
+    torch.manual_seed(7)
+    model = TINY[kind].theirs(TINY[kind].config(**changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def load_and_save(case, source, target, weights):
+    kind, changes = CASES[case]
+    model = TINY[kind].build(TINY[kind].config(**changes))
+    load_checkpoint(source, model=model)
+    loaded = state(model)
+    load_full_tensors(model, weights)
+    assert same(state(model), loaded), "both ways to a rank's part agree"
+    save_checkpoint(target, "step_1", model)
+    with torch.no_grad():
+        return logits_of(model.eval()(IDS)), parallel_state.get_tensor_model_parallel_rank()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(ranks, tmp_path, case, tp):
+    original = hugging_face(case)
+    original.save_pretrained(tmp_path / "hf", max_shard_size="20kB")
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    kind = CASES[case][0]
+    options = [word for name in TINY[kind].options for word in ("--option", f"{name}=true")]
+    split = [
+        "split",
+        str(tmp_path / "hf"),
+        str(tmp_path / "run" / "step_0"),
+        "--tp",
+        str(tp),
+        "--pad",
+        *options,
+    ]
+    assert main(split) == 0 and main(["verify", str(tmp_path / "run")]) == 0
+
+    arguments = (case, str(tmp_path / "run"), str(tmp_path / "again"), original.state_dict())
+    parts = ranks(load_and_save, *arguments, world_size=tp, tp=tp)
+    logits = torch.cat([part for part, _ in parts], dim=-1)[..., :VOCABULARY]
+    with torch.no_grad():
+        expected = logits_of(original(IDS))
+    assert (logits - expected).abs().max() <= 1e-5
+
+    assert main(["merge", str(tmp_path / "again"), str(tmp_path / "merged")]) == 0
+    before = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(load_file(tmp_path / "merged" / "model.safetensors"), before)
+    merged, info = type(original).from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(logits_of(merged.eval()(IDS)), expected)
+
+
+def test_buffers_of_old_versions_are_ignored(tmp_path):
+    original = hugging_face("neox")
+    original.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file)
+    assert "embed_out.weight" in weights, "the name in published files"
+    save_file(
+        weights | {"gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9)},
+        file,
+        {"format": "pt"},
+    )
+    assert (
+        main(
+            ["split", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), "--tp", "2", "--pad"]
+        )
+        == 0
+    )
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    assert same(load_file(tmp_path / "merged" / "model.safetensors"), weights)

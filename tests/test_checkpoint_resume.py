@@ -1,0 +1,177 @@
+"""A run that stops, is loaded in new processes and goes on equals one that never stopped: losses and
+weights, bit for bit.
+
+It stops in the middle of an epoch, accumulates gradients, drops out, and has a schedule.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import get_linear_schedule_with_warmup
+
+from tests.pool import RankPool
+from tests.standin import same, state
+from tests.tiny_models import TINY, Samples
+from tutorial_lib.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
+from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
+from tutorial_lib.models.full_weights import full_tensors
+from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
+from tutorial_lib.parallel_layers import move_model_to_device, parallel_state
+from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
+from tutorial_lib.training.loop import train
+from tutorial_lib.xla_model import xla_device
+
+SAVED_AT, STEPS = 3, 8
+SAMPLES, GLOBAL_BATCH = 20, 8  # so an epoch ends within a step
+
+
+class Run:
+    """A run of this rank: everything that a checkpoint has to bring back."""
+
+    def __init__(
+        self, kind, zero, seed, dtype, sequence_parallel=False, dropout=0.1, micro_batch=2
+    ):
+        tiny = TINY[kind]
+        sequence_parallel = sequence_parallel and tiny.sequence_parallel
+        nxd_config = neuronx_distributed_config(
+            tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
+            optimizer_config={"zero_one_enabled": zero},
+            sequence_parallel=sequence_parallel,
+        )
+        model_parallel_xla_manual_seed(seed)
+        config = tiny.config(**dict.fromkeys(tiny.dropout, dropout))
+        self.model = move_model_to_device(
+            tiny.build(config, sequence_parallel).to(dtype), xla_device()
+        )
+        groups = get_param_groups_by_weight_decay(self.model, 0.01)
+        self.optimizer = initialize_parallel_optimizer(
+            nxd_config, AdamW_FP32OptimParams, groups, lr=1e-2
+        )
+        self.schedule = get_linear_schedule_with_warmup(self.optimizer, 2, STEPS + 2)
+        self.sampler = ResumableBatchSampler(Samples(kind, SAMPLES), micro_batch)
+        self.all = self.model, self.optimizer, self.schedule
+
+    def train(self, start, on_step=None):
+        batches = data_loader(self.sampler.dataset, self.sampler)
+        moved = (
+            {name: tensor.to(xla_device()) for name, tensor in batch.items()} for batch in batches
+        )
+        done = train(
+            self.model, self.optimizer, moved, steps=STEPS, start_step=start, scheduler=self.schedule,
+            sampler=self.sampler, on_step=on_step,
+            gradient_accumulation_steps=GLOBAL_BATCH // self.sampler.global_batch_size,
+        )  # fmt: skip
+        return [
+            (step.loss, step.grad_norm, step.learning_rate) for step in done[-(STEPS - SAVED_AT) :]
+        ]
+
+    def result(self, records, full):
+        weights = full_tensors(self.model) if full else state(self.model)
+        return records, {name: tensor.cpu() for name, tensor in weights.items()}
+
+
+def never_stopped(folder, kind, zero, use_xser=False, async_save=False, full=False, **options):
+    run = Run(kind, zero, 5, **options)
+
+    def on_step(step):
+        if step.step == SAVED_AT:
+            assert run.sampler.epoch > 0 and run.sampler.offset > 0, (
+                "it stops in the middle of an epoch"
+            )
+            content = {"global_step": step.step, "data": run.sampler.state_dict()}
+            save_checkpoint(
+                folder,
+                f"step_{step.step}",
+                *run.all,
+                content,
+                use_xser=use_xser,
+                async_save=async_save,
+            )
+
+    records = run.train(0, on_step)
+    finalize_checkpoint()
+    return run.result(records, full)
+
+
+def gone_on(folder, kind, zero, full=False, **options):
+    run = Run(kind, zero, 99, **options)  # with other weights until they are loaded
+    content = load_checkpoint(folder, None, *run.all)
+    run.sampler.load_state_dict(content["data"])
+    return run.result(run.train(content["global_step"]), full)
+
+
+def compare(
+    tmp_path, kind, zero, use_xser, async_save, backend="cpu", world_size=4, timeout=60, **options
+):
+    # With ZeRO-1 a bfloat16 model, whose masters matter; without, torch's own precision.
+    options = {"dtype": torch.bfloat16 if zero else torch.float32, **options}
+    arguments = (str(tmp_path), kind, zero)
+    found = []
+    for function, more in ((never_stopped, (use_xser, async_save)), (gone_on, ())):
+        pool = RankPool(world_size, backend)  # new processes
+        try:
+            found.append(pool.run(function, *arguments, *more, tp=2, timeout=timeout, **options))
+        finally:
+            pool.stop()
+    for (records, weights), (again, resumed) in zip(*found):
+        assert len(records) == STEPS - SAVED_AT and len({loss for loss, *_ in records}) == len(
+            records
+        )
+        assert again == records
+        assert same(weights, resumed)
+
+
+GRID = list(product(TINY, (False, True), (False, True), (False, True)))
+# Every pair of two switches' values, and of a model and a value, occurs.
+COVERING = [
+    ("bert", True, True, True), ("bert", False, False, False), ("gpt_neox", True, False, True),
+    ("gpt_neox", False, True, False), ("llama", True, True, False), ("llama", False, False, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, zero, use_xser, async_save", COVERING)
+def test_resume_equals_never_having_stopped(tmp_path, kind, zero, use_xser, async_save):
+    compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=zero)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
+def test_every_switch(tmp_path, kind, zero, use_xser, async_save, sequence_parallel):
+    if sequence_parallel and not TINY[kind].sequence_parallel:
+        pytest.skip(f"{kind} has no sequence parallel")
+    compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=sequence_parallel)
+
+
+RESHARDED = [
+    ("bert", True, 2, 1),
+    ("gpt_neox", False, 4, 4),
+    ("gpt_neox", True, 2, 2),
+    ("llama", True, 4, 4),
+]
+
+
+def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):
+    options = dict(
+        full=True, dtype=torch.float64, dropout=0.0
+    )  # at another mesh other random numbers would be drawn
+    arguments = (str(tmp_path), kind, zero)
+    (records, weights), *_ = ranks(never_stopped, *arguments, world_size=4, tp=2, **options)
+    for again, resumed in ranks(gone_on, *arguments, world_size=world_size, tp=tp, **options):
+        assert torch.tensor(again).sub(torch.tensor(records)).abs().max() <= 1e-7
+        for name, tensor in weights.items():
+            torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind, zero, world_size, tp", RESHARDED)
+def test_resume_at_another_mesh(ranks, tmp_path, kind, zero, world_size, tp):
+    compare_resharded(ranks, tmp_path, kind, zero, world_size, tp)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("world_size, tp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("kind, zero", list(product(TINY, (False, True))))
+def test_resume_at_every_mesh(ranks, tmp_path, kind, zero, world_size, tp):
+    compare_resharded(ranks, tmp_path, kind, zero, world_size, tp)
