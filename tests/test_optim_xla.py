@@ -62,7 +62,7 @@ def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5)
         optimizer = optimizer_class(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     xm.mark_step()
-    norms, compiled = [], [_compilations()]
+    norms, compiled = [], [_graphs()]
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(2):
@@ -78,7 +78,7 @@ def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5)
             optimizer.step()
         scheduler.step()
         xm.mark_step()
-        compiled.append(_compilations())
+        compiled.append(_graphs())
     if zero:  # a state that goes through the host changes nothing
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)
@@ -86,14 +86,14 @@ def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5)
     return [p.detach().cpu() for p in model.parameters()], [n.cpu() for n in norms], compiled
 
 
-def _compilations():
+def _graphs():
     from tutorial_lib import launch
 
     if not launch.uses_xla():
         return 0
     from tutorial_lib import xla_cpu
 
-    return xla_cpu.compilations()
+    return xla_cpu.graphs()
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams])
@@ -105,7 +105,7 @@ def test_float32_equals_the_cpu(ranks, tp, zero, optimizer_class):
     for (weights, norms, _), (xla_weights, xla_norms, compiled) in zip(expected, found):
         for a, b in zip(weights + norms, xla_weights + xla_norms, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-        assert compiled[-1] == compiled[2], "a step after the second one was compiled"
+        assert compiled[-1] == compiled[2], "a step after the second one was another graph"
         assert compiled[2] - compiled[0] <= 2
 
 

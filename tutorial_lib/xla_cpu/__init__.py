@@ -10,7 +10,8 @@ which compiles it as one replica of a program of `world_size` and runs its colle
 `xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`, `xr.global_ordinal()`. `stop()` takes it away.
 
 - `tensors`: which tensors are pending, and how one gets its result.
-- `client`: the processes' connection, compilation, the persistent cache, execution with a time-out.
+- `client`: the processes' connection, execution with a time-out.
+- `compiler`: each graph is compiled by one rank, and kept for the others and for later runs.
 - `reading`: a value that depends on a collective cannot be read before the step.
 - `graphs`: the collectives of a compiled graph.
 """
@@ -71,14 +72,21 @@ def mark_step() -> int:
     return _started().run_pending(str(_xla_device()))
 
 
+def graphs() -> int:
+    """How many different graphs this rank has run since `start()`. A training loop needs few: each micro-batch after the
+    first runs the same one, and each step after the first another.
+    """
+    return len(_started().client.graphs)
+
+
 def compilations() -> int:
-    """How many graphs this process has compiled since `start()`. A training loop needs two: first step, all others."""
-    return _started().client.compilations
+    """How many of them this process has compiled. A graph that several ranks run is compiled by one of them."""
+    return _started().client.compiler.compilations
 
 
 def cache_hits() -> int:
-    """How many graphs came from the persistent cache instead."""
-    return _started().client.cache_hits
+    """How many of them came from a file instead: compiled in an earlier run, or by another rank of this one."""
+    return _started().client.compiler.cache_hits
 
 
 def collectives(graph: int | None = None) -> list[Collective]:

@@ -1,9 +1,7 @@
-"""jaxlib's CPU client over several processes: connection, compilation and its cache, execution with a time-out."""
+"""jaxlib's CPU client over several processes: connection, graphs, execution with a time-out."""
 
 import ctypes
-import hashlib
 import os
-import platform
 import socket
 import sys
 import warnings
@@ -11,18 +9,19 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
-import jaxlib
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch_xla
 from jaxlib import _jax, xla_client
 
+from tutorial_lib.paths import resolve
+
+from .compiler import CACHE_VARIABLE, Compiler
+
 _XLAC = torch_xla._XLAC
-CACHE_VARIABLE = "TUTORIAL_XLA_CACHE"
-_DIGEST = 32  # bytes of a SHA-256
 
 
 class Graph:
@@ -46,17 +45,24 @@ class Client:
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
-        self.compilations = self.cache_hits = 0
         self.graphs: dict[str, Graph] = {}
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._broken: str | None = None
         self._connect()
         self._device = self._client.local_devices()[0]
-        self._devices = xla_client.DeviceList((self._device,))
-        self._options = xla_client.CompileOptions()
-        self._options.num_replicas, self._options.num_partitions = world_size, 1
-        order = sorted(self._client.devices(), key=lambda device: device.process_index)
-        self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id] for d in order]))
+        self.compiler = Compiler(self._client, rank, world_size, self._cache_folder())
+
+    def _cache_folder(self) -> Path:
+        """Where the processes keep compiled graphs. With an empty variable, they share for as long as they live."""
+        folder = os.environ.get(CACHE_VARIABLE, str(resolve("build/xla_cache")))
+        self._temporary = None
+        if not folder:
+            if self._rank == 0:
+                self._temporary = TemporaryDirectory(prefix="xla-cache-")
+            shared = [self._temporary and self._temporary.name]
+            dist.broadcast_object_list(shared)
+            folder = shared[0]
+        return Path(folder)
 
     def _connect(self) -> None:
         """Rank 0 serves what the others need to find each other; the collectives then go from process to process."""
@@ -99,6 +105,8 @@ class Client:
                 warnings.warn(f"not every rank has disconnected: {error}", stacklevel=2)
         self._store.shutdown()
         self.graphs.clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     # --- compile ----------------------------------------------------------------------------------------------------
 
@@ -107,50 +115,8 @@ class Client:
         if key not in self.graphs:
             hlo = _XLAC._get_xla_tensors_hlo_proto(tensors)
             computation = xla_client.XlaComputation(hlo)
-            entry = self._cache_entry(hlo)
-            executable = self._load(entry)
-            if executable is None:
-                module = _jax.mlir.xla_computation_to_mlir_module(computation)
-                executable = self._client.compile_and_load(module, self._devices, self._options)
-                self.compilations += 1
-                self._save(entry, executable)
-            self.graphs[key] = Graph(computation, executable)
+            self.graphs[key] = Graph(computation, self.compiler.get_executable(hlo, computation))
         return self.graphs[key]
-
-    def _cache_entry(self, hlo: bytes) -> Path | None:
-        """The file of a compiled graph. Its name covers all that the machine code depends on."""
-        folder = os.environ.get(CACHE_VARIABLE, "build/xla_cache")
-        if not folder:
-            return None
-        identity = [torch_xla.__version__, jaxlib.__version__, str(self._world_size), str(self._rank), _processor()]
-        identity.append(os.environ.get("XLA_FLAGS", ""))
-        return Path(folder) / hashlib.sha256("\0".join(identity).encode() + hlo).hexdigest()
-
-    def _load(self, entry: Path | None):
-        if entry is None or not entry.exists():
-            return None
-        try:
-            content = entry.read_bytes()
-            if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
-                raise ValueError(f"its {len(content)} bytes are not those that were written")
-            executable = self._client.deserialize_executable(content[_DIGEST:], self._devices, self._options)
-        except (OSError, ValueError, _jax.XlaRuntimeError) as error:
-            warnings.warn(f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2)
-            return None
-        self.cache_hits += 1
-        return executable
-
-    def _save(self, entry: Path | None, executable) -> None:
-        if entry is None:
-            return
-        content = self._client.serialize_executable(executable)
-        partial = entry.with_suffix(f".{os.getpid()}")
-        try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(hashlib.sha256(content).digest() + content)
-            partial.replace(entry)
-        except OSError as error:
-            warnings.warn(f"compiled graph {entry} cannot be kept for the next run: {error}", stacklevel=2)
 
     # --- run --------------------------------------------------------------------------------------------------------
 
@@ -208,15 +174,6 @@ class Client:
 def _keep(thing: object) -> None:
     """Never destroys `thing`, not even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _processor() -> str:
-    """What the machine code of a compiled graph may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def _free_port() -> int:
