@@ -140,8 +140,9 @@ def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False
     `model-parallel-rng`          different           different
     ============================  ==================  ==================
 
-    Call it before the model is built: replicas then start from the same weights. Call it again with
-    `data_parallel_offset=True` before training, so that the replicas drop different units.
+    Call it before the model is built: replicas then start from the same weights. For training they
+    should drop different units: `separate_replicas`, or a second call with
+    `data_parallel_offset=True`.
 
     Args:
         seed: the same on every rank.
@@ -158,6 +159,23 @@ def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False
         MODEL_PARALLEL_RNG,
         own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank(),
     )
+
+
+def separate_replicas() -> None:
+    """Gives each data-parallel replica a default stream of its own, so that it drops other units
+    than the next; where there is one replica, nothing.
+
+    The seed is drawn from the stream as it stands, which the ranks of a tensor-parallel group
+    share, and they go on sharing. `train` calls it before its first step.
+    """
+    dp, cp = parallel_state.get_data_parallel_size(), parallel_state.get_context_model_parallel_size()
+    if dp * cp == 1:
+        return
+    seed = int(torch.randint(2**31, ()))
+    replica = parallel_state.get_data_parallel_rank() * cp
+    replica += parallel_state.get_context_model_parallel_rank()
+    if replica:
+        _seed_default(seed + _DATA_PARALLEL_OFFSET * replica)
 
 
 def checkpoint(function: Callable, *args, **kwargs):

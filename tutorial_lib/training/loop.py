@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutorial_lib.launch import mark_step
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.random import separate_replicas
 
 from .throughput import Throughput
 
@@ -66,8 +67,12 @@ def train(
     sampler=None,
     start_step: int = 0,
     on_step: Callable[[Step], None] | None = None,
+    stop: Callable[[Step], bool] | None = None,
 ) -> list[Step]:
     """Trains up to optimizer step number `steps`.
+
+    A run that begins here (`start_step` 0) gives each data-parallel replica a random stream of its
+    own; one that goes on has them already, from what it was before or from its checkpoint.
 
     Args:
         model: see `accumulate_gradients`.
@@ -79,6 +84,7 @@ def train(
         sampler: a `ResumableBatchSampler`, told what each step consumed.
         start_step: steps that are done already.
         on_step: called after each step, on every rank.
+        stop: called after that; where it is true, on every rank or none, training ends.
 
     Returns:
         One record for each step done.
@@ -89,6 +95,8 @@ def train(
             f"micro-batches, start_step {start_step}, steps {steps}"
         )
     model.train()
+    if start_step == 0:
+        separate_replicas()
     stream = iter(batches)
     meter = None
     done = []
@@ -119,4 +127,6 @@ def train(
         done.append(step)
         if on_step is not None:
             on_step(step)
+        if stop is not None and stop(step):
+            break
     return done

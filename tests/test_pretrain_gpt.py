@@ -1,0 +1,445 @@
+"""Pretraining GPT: resume without a seam, signals, validation, what is logged, command line."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GPT2LMHeadModel
+
+from tutorial_lib.checkpoint.__main__ import main as tools
+from tutorial_lib.checkpoint.reader import Reader
+from tutorial_lib.checkpoint.tags import complete, latest
+from tutorial_lib.data import gpt_batches
+from tutorial_lib.data.gpt_dataset import build_gpt_datasets
+from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
+from tutorial_lib.launch import rank_environment
+from tutorial_lib.models.full_weights import full_tensors
+from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.training.gpt_arguments import GPTArguments, command_line, parse_arguments
+from tutorial_lib.training.pretrain_gpt import pretrain
+
+VOCABULARY = 300
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """`{"data_path", "vocab_file"}` of 40 documents: walks through the vocabulary by 1 to 3."""
+    folder = tmp_path_factory.mktemp("gpt")
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder(folder / "walks", np.uint16, VOCABULARY) as builder:
+        for length in rng.integers(20, 200, 40):
+            walk = (rng.integers(VOCABULARY) + rng.integers(1, 4, length).cumsum()) % (
+                VOCABULARY - 1
+            )
+            builder.add_document(np.append(walk, VOCABULARY - 1))
+    names = [f"token {i}" for i in range(VOCABULARY - 1)] + ["<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    return {"data_path": str(folder / "walks"), "vocab_file": str(folder / "vocab.json")}
+
+
+def arguments(data, **changes) -> GPTArguments:
+    sizes = dict(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=16,
+        max_position_embeddings=16,
+        micro_batch_size=2,
+        global_batch_size=8,
+        train_iters=6,
+        lr=1e-2,
+        lr_decay_style="cosine",
+        lr_warmup_fraction=0.2,
+        split="80,20,0",
+        eval_interval=2,
+        eval_iters=2,
+        log_interval=1,
+    )
+    return GPTArguments(**{**sizes, **data, **changes})
+
+
+def run(given: GPTArguments):
+    """Losses, norms, validation losses and full weights of a run."""
+    found = pretrain(given)
+    numbers = [(step.step, step.loss, step.learning_rate, step.grad_norm) for step in found.steps]
+    return numbers, found.validation, full_tensors(found.model), found.stopped_by
+
+
+def same_weights(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+RESUMED = [
+    (dict(tensor_model_parallel_size=2), "save"),
+    (
+        dict(tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
+        "save_xser",
+    ),
+    (dict(use_distributed_optimizer=True, bf16=True, use_flash_attn=True), "save"),
+    (
+        dict(
+            tensor_model_parallel_size=2,
+            recompute_activations=True,
+            num_workers=1,
+            broadcast_data=True,
+        ),
+        "save",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "changes, save", RESUMED, ids=["tp", "sequence, zero1, xser", "bf16", "broadcast"]
+)
+def test_interrupted_and_resumed_equals_uninterrupted(ranks, data, tmp_path, changes, save):
+    """With dropout: every random stream has to go on where it was."""
+    tp, folder = changes.get("tensor_model_parallel_size", 1), str(tmp_path / "run")
+    whole = arguments(data, **changes)
+    parts = replace(
+        whole, **{save: folder, save.replace("save", "load"): folder, "save_interval": 2}
+    )
+
+    def go(given):
+        return ranks(run, given, world_size=2 * tp, tp=tp, timeout=120)
+
+    straight = go(whole)
+    first, second = go(replace(parts, exit_interval=3)), go(parts)
+    for (numbers, validation, weights, _), before, after in zip(straight, first, second):
+        assert len(before[0]) == len(after[0]) == 3
+        assert before[0] + after[0] == numbers and before[1] | after[1] == validation
+        assert same_weights(after[2], weights) and not same_weights(before[2], weights)
+    assert [one.step for one in complete(folder)] == [2, 3, 4, 6]
+    numbers = straight[0][0]
+    assert numbers[0][2] == 0 and numbers[-1][1] < numbers[0][1]
+    assert sorted(straight[0][1]) == [2, 4, 6]
+
+
+def test_replicas_drop_different_units_and_runs_repeat(ranks, data):
+    still = arguments(data, tensor_model_parallel_size=2, hidden_dropout=0.0, attention_dropout=0.0)
+    dropping = arguments(data, tensor_model_parallel_size=2)
+    first, again, other = (
+        ranks(run, given, world_size=4, tp=2) for given in (dropping, dropping, still)
+    )
+    assert first[0][0] == again[0][0] and same_weights(first[0][2], again[0][2])
+    assert first[0][0] != other[0][0]
+    for found in first[1:]:
+        assert found[0] == first[0][0] and same_weights(found[2], first[0][2])
+
+
+def test_the_degree_changes_nothing_without_dropout(ranks, data):
+    still = arguments(data, hidden_dropout=0.0, attention_dropout=0.0)
+    alone = ranks(run, still, world_size=1, tp=1)[0]
+    cut = ranks(run, replace(still, tensor_model_parallel_size=2), world_size=4, tp=2)[0]
+    for one, many in zip(alone[0], cut[0]):
+        assert many == pytest.approx(one, abs=1e-5)
+    assert cut[1] == pytest.approx(alone[1], abs=1e-5)
+    for name, value in alone[2].items():
+        torch.testing.assert_close(cut[2][name], value, rtol=0, atol=1e-5)
+
+
+def test_validation_is_the_merged_models_loss(ranks, data, tmp_path):
+    given = arguments(
+        data, tensor_model_parallel_size=2, save=str(tmp_path / "run"), save_interval=6
+    )
+    found = ranks(run, given, world_size=4, tp=2)[0]
+    assert tools(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
+    assert same_weights(dict(model.named_parameters()), found[2])
+    _, validation, _ = build_gpt_datasets(data["data_path"], "80,20,0", (48, 16, 0), 16, 1234)
+    text = torch.stack([validation[i]["text"] for i in range(16)])
+    with torch.no_grad():
+        logits = model(text[:, :-1]).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).item()
+    assert found[1][6] == pytest.approx(expected, abs=1e-5)
+
+
+def interrupted(given):
+    def kill(step):
+        if step.step == 2 and parallel_state.get_tensor_model_parallel_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    found = pretrain(given, kill)
+    assert signal.getsignal(signal.SIGTERM) is before
+    return [step.step for step in found.steps], found.stopped_by
+
+
+def test_a_signal_on_one_rank_ends_all_after_the_step_with_a_checkpoint(ranks, data, tmp_path):
+    given = arguments(
+        data,
+        tensor_model_parallel_size=2,
+        save=str(tmp_path),
+        save_interval=100,
+        keep_last_checkpoint_only=True,
+    )
+    assert ranks(interrupted, given, world_size=2, tp=2) == [([1, 2], "SIGTERM")] * 2
+    assert latest(tmp_path).step == 2
+
+
+def test_keeping_the_last_checkpoint_only(ranks, data, tmp_path):
+    given = arguments(data, save=str(tmp_path), save_interval=2, keep_last_checkpoint_only=True)
+    ranks(run, given, world_size=1, tp=1)
+    assert [one.step for one in complete(tmp_path)] == [6]
+    content = Reader(latest(tmp_path)).object("user_content.pt")
+    assert content["consumed_train_samples"] == 48 and content["arguments"]["lr"] == 1e-2
+
+
+def reads(given):
+    """How often each rank reads, and a batch."""
+    count = 0
+
+    class Counted(gpt_batches.GPTDataset):
+        def __getitem__(self, index):
+            nonlocal count
+            count += 1
+            return super().__getitem__(index)
+
+    training, _, _ = build_gpt_datasets(given.data_path, "1", (48, 0, 0), 16, 1234)
+    training.__class__ = Counted
+    sampler = gpt_batches.ResumableBatchSampler(training, 2, shuffle=False)
+    stream = gpt_batches.gpt_batches(
+        training, sampler, torch.device("cpu"), broadcast=given.broadcast_data
+    )
+    batches = [next(stream) for _ in range(3)]
+    assert all(torch.equal(b["input_ids"][:, 1:], b["targets"][:, :-1]) for b in batches)
+    return count, [batch["input_ids"].tolist() for batch in batches]
+
+
+def test_one_rank_reads_for_its_group(ranks, data):
+    each = ranks(reads, arguments(data), world_size=4, tp=2)
+    group = ranks(reads, arguments(data, broadcast_data=True), world_size=4, tp=2)
+    assert [count for count, _ in each] == [6] * 4 and [count for count, _ in group] == [6, 0, 6, 0]
+    assert [batches for _, batches in each] == [batches for _, batches in group]
+    assert each[0][1] == each[1][1] != each[2][1] == each[3][1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_token_that_the_model_has_not_ends_all_ranks(ranks, data, tmp_path, tp):
+    """Of two replicas one meets it first; of a group one rank reads."""
+    with IndexedDatasetBuilder(tmp_path / "wrong", np.uint16) as builder:
+        builder.add_documents(np.append(np.zeros(999, np.int64), VOCABULARY), [1000])
+    given = arguments(
+        data,
+        data_path=str(tmp_path / "wrong"),
+        split="1",
+        eval_iters=0,
+        train_iters=20,
+        tensor_model_parallel_size=tp,
+        broadcast_data=tp == 2,
+    )
+    errors = ranks(run, given, world_size=2, tp=tp, return_exceptions=True)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert all("wrong.bin" in str(e) and str(VOCABULARY) in str(e) for e in errors), errors
+
+
+def logged(given):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        found = pretrain(given)
+    return text.getvalue(), [(step.loss, step.grad_norm) for step in found.steps], found.validation
+
+
+def test_what_is_logged(ranks, data, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = arguments(
+        data, tensorboard_dir=str(tmp_path / "tb"), metrics_file=str(tmp_path / "results.json")
+    )
+    (text, steps, validation), (silent, _, _) = ranks(logged, given, world_size=2, tp=1)
+    assert silent == ""
+    line = re.compile(
+        r"^ iteration +(\d+)/ +6 \| consumed samples: +(\d+) \| elapsed time per iteration "
+        r"\(ms\): [\d.]+ \| learning rate: (\S+) \| global batch size: +8 \| lm loss: (\S+) \| "
+        r"grad norm: ([\d.]+) \| throughput: [\d.]+ \|$",
+        re.M,
+    )
+    lines = line.findall(text)
+    assert [(int(n), int(samples)) for n, samples, *_ in lines] == [(n, 8 * n) for n in range(1, 7)]
+    assert lines[0][2] == "0.000E+00"
+    for (*_, loss, norm), step in zip(lines, steps):
+        assert (loss, norm) == (f"{step[0]:.6E}", f"{step[1]:.3f}")
+    for iteration, loss in validation.items():
+        value = f"lm loss value: {loss:.6E} | lm loss PPL: {np.exp(loss):.6E} |"
+        assert f"validation loss at iteration {iteration} | {value}" in text
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    names = {"learning-rate", "batch-size", "lm loss", "grad-norm", "throughput"}
+    validated = {"lm loss validation", "lm loss validation ppl"}
+    expected = (
+        names
+        | validated
+        | {f"{name} vs samples" for name in names | validated}
+        | {"iteration-time"}
+    )
+    assert set(events.Tags()["scalars"]) == expected
+    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(
+        [loss for loss, _ in steps]
+    )
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == [
+        8 * n for n in range(1, 7)
+    ]
+    metrics = json.loads((tmp_path / "results.json").read_text())["results"]["metrics"]
+    assert {m["MetricName"]: m["MeasuredValue"] for m in metrics}["Final loss"] == steps[-1][0]
+
+
+def test_another_order_of_the_data_or_schedule_is_refused(ranks, data, tmp_path):
+    given = arguments(
+        data, save=str(tmp_path), load=str(tmp_path), save_interval=2, exit_interval=2
+    )
+    ranks(run, given, world_size=1, tp=1)
+    for changes, text in (
+        (dict(lr=2e-2), "--override-lr-scheduler"),
+        (dict(train_iters=600), "dataset_size"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ranks(run, replace(given, lr_decay_iters=6, **changes), world_size=1, tp=1)
+    found = ranks(
+        run,
+        replace(given, lr=2e-2, override_lr_scheduler=True, exit_interval=None),
+        world_size=1,
+        tp=1,
+    )[0]
+    assert [step for step, *_ in found[0]] == [3, 4, 5, 6] and found[0][0][2] > 1e-2
+
+
+PUBLISHED = """
+--tensor-model-parallel-size 8 --num-layers 32 --hidden-size 4096 --num-attention-heads 32
+--micro-batch-size 1 --global-batch-size 64 --seq-length 2048 --max-position-embeddings 2048
+--train-iters 10000 --lr-decay-iters 320000 --data-path my-gpt2_text_document --vocab-file
+gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 100,0,0
+--distributed-backend xla --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay
+1e-2 --clip-grad 1 --lr-warmup-fraction .01 --log-interval 1 --tensorboard-log-interval 1
+--eval-interval 10000 --eval-iters 1000 --attention-dropout 0 --hidden-dropout 0
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+--no-async-tensor-model-parallel-allreduce --no-contiguous-buffers-in-local-ddp --save-xser
+checkpoints --save-interval 2000 --keep-last-checkpoint-only --use-cpu-initialization
+--tensorboard-dir tb
+"""
+
+
+def test_the_published_command_line():
+    found = parse_arguments(PUBLISHED.split())
+    found.check(32)
+    assert (found.data_parallel_size(32), found.accumulation(4), found.batch(4)) == (4, 16, 64)
+    assert found.schedule(64).warmup_samples == 3200 * 64 and found.save_dir == "checkpoints"
+    assert parse_arguments(command_line(found)) == found
+    config = found.config(50257, 50256)
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (
+        32,
+        4096,
+        32,
+        2048,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        (dict(tensor_model_parallel_size=3), "4 is not divisible by 3"),
+        (dict(global_batch_size=9), "9 is not divisible by 8"),
+        (dict(seq_length=17), "16 is below --seq-length 17"),
+        (dict(save="a", save_xser="b", save_interval=1), "--save and --save-xser exclude"),
+        (dict(save="a"), "need --save-interval"),
+        (dict(keep_last_checkpoint_only=True), "needs --save"),
+        (dict(bf16=True), "--use-distributed-optimizer"),
+        (dict(lr_warmup_iters=3), "exclude each other"),
+        (dict(lr_warmup_fraction=1.5), "warm-up of"),
+        (dict(lr_decay_style="square"), "square"),
+        (dict(train_iters=0), "--train-iters is 0"),
+        (dict(make_vocab_size_divisible_by=64), "64"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(data, changes, text):
+    with pytest.raises(ValueError, match=text):
+        arguments(data, **changes).check(4)
+
+
+def test_sizes_rates_and_data_have_no_default(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments([])
+    message = capsys.readouterr().err
+    required = [one.name for one in fields(GPTArguments) if one.default is MISSING]
+    assert len(required) == 10
+    assert all(f"--{name.replace('_', '-')}" in message for name in required)
+
+
+def torchrun(given: GPTArguments, log: Path) -> subprocess.Popen:
+    """Two ranks in processes of their own, as a terminal would start them."""
+    threads = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": rank_environment("cpu", 0, 1, master_port=0)["GLOO_SOCKET_IFNAME"],
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
+    return subprocess.Popen(
+        [*command, "-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)],
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **threads},
+        cwd=Path(__file__).resolve().parents[1],
+    )
+
+
+def losses(log: Path) -> list[tuple[str, str]]:
+    return re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
+    given = arguments(
+        data,
+        tensor_model_parallel_size=2,
+        train_iters=60,
+        save=str(tmp_path / "whole"),
+        save_interval=1000,
+        eval_interval=20,
+    )
+    assert torchrun(given, tmp_path / "whole.log").wait(200) == 0, (
+        tmp_path / "whole.log"
+    ).read_text()
+    parts = replace(
+        given, save=None, save_xser=str(tmp_path / "parts"), load_xser=str(tmp_path / "parts")
+    )
+    process = torchrun(parts, tmp_path / "first.log")
+    deadline = time.monotonic() + 120
+    while len(losses(tmp_path / "first.log")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(60) != 0
+    text = (tmp_path / "first.log").read_text()
+    first = losses(tmp_path / "first.log")
+    assert (
+        5 <= len(first) < 60
+        and f"{signal.Signals(number).name}: ending after iteration {len(first)}" in text
+    ), text
+    assert torchrun(parts, tmp_path / "second.log").wait(200) == 0, (
+        tmp_path / "second.log"
+    ).read_text()
+    assert first + losses(tmp_path / "second.log") == losses(tmp_path / "whole.log")
+    for folder in ("whole", "parts"):
+        assert latest(tmp_path / folder).step == 60
+        assert tools(["merge", str(tmp_path / folder), str(tmp_path / f"{folder}-merged")]) == 0
+    one, other = (
+        GPT2LMHeadModel.from_pretrained(tmp_path / f"{f}-merged") for f in ("whole", "parts")
+    )
+    assert same_weights(dict(one.named_parameters()), dict(other.named_parameters()))

@@ -1,0 +1,86 @@
+"""The learning rate by samples: Megatron-LM's formula, and what a checkpoint may change."""
+
+import math
+
+import pytest
+import torch
+
+from tutorial_lib.training.schedules import SampleScheduler, Schedule
+
+COSINE = Schedule(1.5e-4, 1e-5, 100, 1100, "cosine")
+
+
+@pytest.mark.parametrize(
+    "samples, expected",
+    [
+        (0, 0.0),
+        (50, 7.5e-5),
+        (100, 1.5e-4),
+        (600, 0.5 * (1.5e-4 + 1e-5)),
+        (350, 1e-5 + 0.5 * (math.cos(math.pi / 4) + 1) * 1.4e-4),
+        (1100, 1e-5),
+        (5000, 1e-5),
+    ],
+)
+def test_cosine(samples, expected):
+    assert COSINE.at(samples) == pytest.approx(expected, rel=1e-12)
+
+
+def test_linear_and_constant():
+    linear = Schedule(1.0, 0.2, 0, 100, "linear")
+    assert [linear.at(n) for n in (0, 25, 50, 100, 101)] == pytest.approx([1, 0.8, 0.6, 0.2, 0.2])
+    constant = Schedule(1.0, 0.2, 10, 100, "constant")
+    assert [constant.at(n) for n in (5, 10, 100, 1000)] == pytest.approx([0.5, 1, 1, 1])
+
+
+def test_the_published_run():
+    """64 samples a step, a decay of 320000 steps and a hundredth of it warm-up."""
+    schedule = Schedule(1.5e-4, 1e-5, int(0.01 * 320000 * 64), 320000 * 64, "cosine")
+    assert schedule.at(3200 * 64) == 1.5e-4
+    assert f"{schedule.at(4873 * 64):.3E}" == "1.500E-04"  # the tutorial's log line
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(style="square"), "square"),
+        (dict(min_lr=2e-4), "min_lr 0.0002, lr 0.00015"),
+        (dict(warmup_samples=1100), "a warm-up of 1100 and a decay of 1100"),
+        (dict(warmup_samples=-1), "-1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        Schedule(**{**vars(COSINE), **change})
+
+
+def scheduler(schedule=COSINE, **options):
+    parameters = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+    groups = [{"params": [parameter]} for parameter in parameters]
+    return SampleScheduler(torch.optim.SGD(groups, lr=1.0), schedule, 64, **options)
+
+
+def test_steps_count_samples_and_set_every_group():
+    moved = scheduler()
+    assert moved.get_last_lr() == [0.0, 0.0]
+    moved.step()
+    assert moved.get_last_lr() == [COSINE.at(64)] * 2
+    moved.step(100)
+    assert moved.samples == 164 and moved.optimizer.param_groups[1]["lr"] == COSINE.at(164)
+    again = scheduler()
+    again.load_state_dict(moved.state_dict())
+    assert again.get_last_lr() == moved.get_last_lr()
+    again.step()
+    assert again.samples == 228
+
+
+def test_another_schedule_is_refused_kept_or_taken():
+    saved = scheduler()
+    saved.step()
+    other = Schedule(1e-3, 0.0, 10, 1000, "linear")
+    with pytest.raises(ValueError, match="--override-lr-scheduler"):
+        scheduler(other).load_state_dict(saved.state_dict())
+    kept, taken = (scheduler(other, on_mismatch=choice) for choice in ("keep", "load"))
+    kept.load_state_dict(saved.state_dict())
+    taken.load_state_dict(saved.state_dict())
+    assert kept.get_last_lr()[0] == other.at(64) and taken.get_last_lr()[0] == COSINE.at(64)

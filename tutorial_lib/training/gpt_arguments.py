@@ -1,0 +1,270 @@
+"""The arguments of GPT pretraining, under Megatron-LM's names, for command line and notebook.
+
+Each field of `GPTArguments` is an option: `train_iters` is `--train-iters`. To check them needs no
+rank and allocates nothing.
+"""
+
+import argparse
+from dataclasses import MISSING, dataclass, field, fields
+
+from transformers import GPT2Config
+
+from tutorial_lib.launch import BACKENDS
+from tutorial_lib.models.gpt_config import VOCABULARY_MULTIPLE, check_config
+from tutorial_lib.parallel_layers.utils import divide
+
+from .schedules import STYLES, Schedule
+
+# Megatron-LM's switches for kernels that do not exist here. They are accepted, so that the
+# published command line works, and change nothing; weights are always drawn on the host.
+WITHOUT_EFFECT = (
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-async-tensor-model-parallel-allreduce",
+    "--no-contiguous-buffers-in-local-ddp",
+    "--use-cpu-initialization",
+)
+
+
+def option(default, help: str, choices: tuple[str, ...] | None = None):
+    """A field with the text and the choices of its option."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class GPTArguments:
+    """What a run is asked to do. Sizes and rates have no default that would suit all."""
+
+    # model
+    num_layers: int = option(MISSING, "transformer layers, L")
+    hidden_size: int = option(MISSING, "H")
+    num_attention_heads: int = option(MISSING, "N")
+    seq_length: int = option(MISSING, "tokens of a sample, S")
+    max_position_embeddings: int = option(MISSING, "positions that the model knows, S at least")
+    # training
+    micro_batch_size: int = option(MISSING, "samples of a micro-batch on each data-parallel rank")
+    train_iters: int = option(MISSING, "optimizer steps in all")
+    lr: float = option(MISSING, "the highest learning rate")
+    data_path: str = option(MISSING, "prefix of the .bin and .idx files")
+    vocab_file: str = option(MISSING, "the tokenizer's vocab.json")
+    merge_file: str | None = option(None, "the tokenizer's merges.txt, to go with the model")
+
+    ffn_hidden_size: int | None = option(None, "features of the feed-forward layer; default 4H")
+    hidden_dropout: float = option(0.1, "of embeddings and of what joins the residual stream")
+    attention_dropout: float = option(0.1, "of attention probabilities")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    layernorm_epsilon: float = option(1e-5, "of the norms")
+    use_flash_attn: bool = option(False, "PyTorch's fused kernel for attention")
+    recompute_activations: bool = option(False, "compute attention again in backward")
+    make_vocab_size_divisible_by: int = option(VOCABULARY_MULTIPLE, "on each rank; only 128")
+
+    global_batch_size: int | None = option(None, "samples of a step; default one micro-batch each")
+    seed: int = option(1234, "of weights, dropout and data order")
+    bf16: bool = option(False, "bfloat16 weights; needs --use-distributed-optimizer")
+    use_distributed_optimizer: bool = option(False, "ZeRO-1, with float32 masters for --bf16")
+    weight_decay: float = option(0.01, "of all but biases and norms")
+    clip_grad: float = option(1.0, "largest norm of the gradient; 0 for no clipping")
+    adam_beta1: float = option(0.9, "of the first moment")
+    adam_beta2: float = option(0.999, "of the second moment")
+    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    min_lr: float = option(0.0, "the lowest learning rate, after the decay")
+    lr_decay_style: str = option("linear", "shape of the decay", STYLES)
+    lr_decay_iters: int | None = option(None, "steps of warm-up and decay; default all")
+    lr_warmup_fraction: float | None = option(None, "warm-up as a part of --lr-decay-iters")
+    lr_warmup_iters: int = option(0, "warm-up in steps")
+    override_lr_scheduler: bool = option(False, "keep this schedule, not the checkpoint's")
+    use_checkpoint_lr_scheduler: bool = option(False, "take the checkpoint's schedule")
+
+    # ranks
+    distributed_backend: str = option("cpu", "what the ranks compute on", BACKENDS)
+    tensor_model_parallel_size: int = option(1, "ranks that share a layer, T")
+    sequence_parallel: bool = option(False, "cut norms and dropout along the sequence")
+
+    # data
+    split: str = option("969,30,1", "weights of training, validation and test documents")
+    data_impl: str = option("mmap", "of the data set", ("mmap",))
+    data_cache_path: str | None = option(None, "folder of the sample index; default the data's")
+    num_workers: int = option(0, "processes that read ahead, for each rank")
+    broadcast_data: bool = option(False, "one rank reads for its tensor-parallel group")
+
+    # checkpoints
+    save: str | None = option(None, "folder of checkpoints, a file a shard")
+    save_xser: str | None = option(None, "folder of checkpoints, tensor by tensor")
+    save_interval: int | None = option(None, "steps from one checkpoint to the next")
+    keep_last_checkpoint_only: bool = option(False, "remove a checkpoint once a later is complete")
+    load: str | None = option(None, "folder to go on from; none in it: start anew")
+    load_xser: str | None = option(None, "the same: the form is recognised")
+    checkpoint_workers: int = option(8, "ranks of a node that read or write at a time")
+    exit_interval: int | None = option(None, "end after a step that this divides")
+
+    # what is said
+    log_interval: int = option(100, "steps from one line to the next")
+    tensorboard_dir: str | None = option(None, "folder of TensorBoard's events")
+    tensorboard_log_interval: int = option(1, "steps from one point to the next")
+    eval_interval: int = option(1000, "steps from one validation to the next")
+    eval_iters: int = option(100, "global batches of a validation; 0 for none")
+    metrics_file: str | None = option(None, "results.json, with losses and throughput")
+
+    @property
+    def save_dir(self) -> str | None:
+        return self.save or self.save_xser
+
+    @property
+    def load_dir(self) -> str | None:
+        return self.load or self.load_xser
+
+    @property
+    def scheduler_mismatch(self) -> str:
+        """What to do where the checkpoint has another schedule; see `SampleScheduler`."""
+        if self.override_lr_scheduler:
+            return "keep"
+        return "load" if self.use_checkpoint_lr_scheduler else "raise"
+
+    def check(self, world_size: int) -> None:
+        """Whether the arguments fit together, and the number of ranks.
+
+        Raises:
+            ValueError: they do not; with the values and the rule.
+        """
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "train_iters",
+            "micro_batch_size",
+            "tensor_model_parallel_size",
+            "log_interval",
+            "eval_interval",
+            "tensorboard_log_interval",
+            "checkpoint_workers",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
+        for name in ("eval_iters", "num_workers", "clip_grad", "weight_decay", "lr_warmup_iters"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 0")
+        for name in ("save_interval", "exit_interval", "global_batch_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
+        for first, second in (
+            ("save", "save_xser"),
+            ("load", "load_xser"),
+            ("lr_warmup_fraction", "lr_warmup_iters"),
+            ("override_lr_scheduler", "use_checkpoint_lr_scheduler"),
+        ):
+            if getattr(self, first) and getattr(self, second):
+                raise ValueError(f"{_flag(first)} and {_flag(second)} exclude each other")
+        if self.save_dir and self.save_interval is None:
+            raise ValueError("--save and --save-xser need --save-interval")
+        if self.keep_last_checkpoint_only and not self.save_dir:
+            raise ValueError("--keep-last-checkpoint-only needs --save or --save-xser")
+        if self.make_vocab_size_divisible_by != VOCABULARY_MULTIPLE:
+            raise ValueError(
+                f"--make-vocab-size-divisible-by is {self.make_vocab_size_divisible_by}, "
+                f"only {VOCABULARY_MULTIPLE} is supported"
+            )
+        if self.max_position_embeddings < self.seq_length:
+            raise ValueError(
+                f"--max-position-embeddings {self.max_position_embeddings} is below "
+                f"--seq-length {self.seq_length}"
+            )
+        if self.bf16 and not self.use_distributed_optimizer:
+            raise ValueError("--bf16 needs --use-distributed-optimizer, which keeps the masters")
+        if self.sequence_parallel:
+            divide(self.seq_length, self.tensor_model_parallel_size, "--seq-length over ranks")
+        self.accumulation(self.data_parallel_size(world_size))
+        self.schedule(1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Raises ValueError where the tensor-parallel size does not divide the ranks."""
+        return divide(
+            world_size, self.tensor_model_parallel_size, "ranks over tensor-parallel size"
+        )
+
+    def batch(self, dp_size: int) -> int:
+        """Samples of a step, over all ranks."""
+        return self.global_batch_size or self.micro_batch_size * dp_size
+
+    def accumulation(self, dp_size: int) -> int:
+        """Micro-batches of a step on each rank.
+
+        Raises:
+            ValueError: the global batch is no multiple of what the ranks take at a time.
+        """
+        return divide(
+            self.batch(dp_size),
+            self.micro_batch_size * dp_size,
+            f"--global-batch-size over {self.micro_batch_size} samples on each of {dp_size} replicas",
+        )
+
+    def schedule(self, batch: int) -> Schedule:
+        """The learning rate by samples, for steps of `batch` samples."""
+        decay = (self.lr_decay_iters or self.train_iters) * batch
+        warmup = self.lr_warmup_iters * batch
+        if self.lr_warmup_fraction is not None:
+            warmup = int(self.lr_warmup_fraction * decay)
+        return Schedule(self.lr, self.min_lr, warmup, decay, self.lr_decay_style)
+
+    def config(self, vocab_size: int, end_of_document: int) -> GPT2Config:
+        """Hugging Face's configuration of the model.
+
+        Raises:
+            ValueError: sizes that the ranks do not divide.
+        """
+        config = GPT2Config(
+            n_layer=self.num_layers,
+            n_embd=self.hidden_size,
+            n_head=self.num_attention_heads,
+            n_inner=self.ffn_hidden_size,
+            n_positions=self.max_position_embeddings,
+            vocab_size=vocab_size,
+            resid_pdrop=self.hidden_dropout,
+            embd_pdrop=self.hidden_dropout,
+            attn_pdrop=self.attention_dropout,
+            initializer_range=self.init_method_std,
+            layer_norm_epsilon=self.layernorm_epsilon,
+            bos_token_id=end_of_document,
+            eos_token_id=end_of_document,
+        )
+        check_config(config, self.tensor_model_parallel_size)
+        return config
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_arguments(words: list[str] | None = None) -> GPTArguments:
+    """The arguments on the command line, or in `words`."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun … -m tutorial_lib.training.pretrain_gpt", description=__doc__.splitlines()[0]
+    )
+    for one in fields(GPTArguments):
+        kind = [t for t in (int, float, str, bool) if t is one.type or one.type == t | None][0]
+        common = {"help": one.metadata["help"], "default": one.default}
+        if kind is bool:
+            parser.add_argument(_flag(one.name), action="store_true", **common)
+            continue
+        required = one.default is MISSING
+        if not required and one.default is not None:
+            common["help"] += f" (default {one.default})"
+        parser.add_argument(
+            _flag(one.name), type=kind, required=required, choices=one.metadata["choices"], **common
+        )
+    for flag in WITHOUT_EFFECT:
+        parser.add_argument(flag, action="store_true", help="accepted, without effect here")
+    given = vars(parser.parse_args(words))
+    return GPTArguments(**{one.name: given[one.name] for one in fields(GPTArguments)})
+
+
+def command_line(arguments: GPTArguments) -> list[str]:
+    """The words that `parse_arguments` makes these arguments of; defaults are left out."""
+    words = []
+    for one in fields(GPTArguments):
+        value = getattr(arguments, one.name)
+        if value == one.default:
+            continue
+        words += [_flag(one.name)] if value is True else [_flag(one.name), str(value)]
+    return words

@@ -1,0 +1,47 @@
+"""A GPT run into a checkpoint and out of it, with schedule, random states and data position."""
+
+import torch.distributed as dist
+
+from tutorial_lib.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from tutorial_lib.checkpoint.ranks import from_rank_zero, together
+from tutorial_lib.parallel_layers.random import separate_replicas
+
+from .gpt_arguments import GPTArguments
+
+
+def load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
+    """Loads the latest checkpoint, if there is one; the number of steps that are done."""
+    folder = arguments.load_dir
+    if folder is None or not from_rank_zero(lambda: has_checkpoint(folder)):
+        if folder is not None and dist.get_rank() == 0:
+            print(f" no checkpoint in {folder}: starting anew", flush=True)
+        return 0
+    separate_replicas()  # where the checkpoint is of another mesh, its random states do not fit
+    content = load_checkpoint(
+        folder, None, model, optimizer, scheduler, num_workers=arguments.checkpoint_workers
+    )
+    together(sampler.load_state_dict, content["sampler"])
+    if dist.get_rank() == 0:
+        print(f" loaded iteration {content['iteration']} from {folder}", flush=True)
+    return content["iteration"]
+
+
+def save(arguments: GPTArguments, iteration: int, model, optimizer, scheduler, sampler) -> None:
+    content = {
+        "iteration": iteration,
+        "consumed_train_samples": sampler.consumed_samples,
+        "sampler": sampler.state_dict(),
+        "arguments": vars(arguments),
+    }
+    save_checkpoint(
+        arguments.save_dir,
+        f"iter_{iteration:07d}",
+        model,
+        optimizer,
+        scheduler,
+        content,
+        num_workers=arguments.checkpoint_workers,
+        use_xser=arguments.save_xser is not None,
+        num_kept_ckpts=1 if arguments.keep_last_checkpoint_only else None,
+        step=iteration,
+    )

@@ -1,0 +1,123 @@
+"""What a GPT run says of itself: Megatron-LM's line, TensorBoard's scalars, `results.json`."""
+
+import math
+import time
+
+from torch.utils.tensorboard import SummaryWriter
+
+from tutorial_lib.parallel_layers import parallel_state
+
+from .gpt_arguments import GPTArguments
+from .loop import Step
+from .metrics import Metric, TrainingMetrics
+
+
+class GPTLogger:
+    """Takes every step and every validation; speaks on rank 0 alone.
+
+    Times are of steps only: call `restart_clock` after a validation or a save.
+
+    Args:
+        arguments: intervals, folder of events, file of metrics.
+        batch: samples of a step.
+    """
+
+    def __init__(self, arguments: GPTArguments, batch: int):
+        self.arguments, self.batch = arguments, batch
+        self._root = parallel_state.is_global_rank_zero()
+        self._writer = self._metrics = None
+        if self._root and arguments.tensorboard_dir:
+            self._writer = SummaryWriter(arguments.tensorboard_dir)
+        if self._root and arguments.metrics_file:
+            self._metrics = TrainingMetrics(arguments.metrics_file)
+            self._metrics.store_parameters(vars(arguments))
+        self._began = time.perf_counter()
+        self._seconds: list[float] = []  # of each step of this run
+        self._losses: list[float] = []
+        self._line = 0  # steps that the last line covers
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self._clock = time.perf_counter()
+
+    def log(self, step: Step) -> None:
+        """A step as `train` reports it."""
+        now = time.perf_counter()
+        self._seconds.append(now - self._clock)
+        self._losses.append(step.loss)
+        self._clock = now
+        if not self._root:
+            return
+        if step.step % self.arguments.log_interval == 0:
+            self._print(step)
+        if self._writer and step.step % self.arguments.tensorboard_log_interval == 0:
+            norm = {} if step.grad_norm is None else {"grad-norm": step.grad_norm}
+            self._scalars(
+                step.step,
+                {
+                    "learning-rate": step.learning_rate,
+                    "batch-size": self.batch,
+                    "lm loss": step.loss,
+                    "throughput": self.batch / self._seconds[-1],
+                    **norm,
+                },
+            )
+            self._writer.add_scalar("iteration-time", self._seconds[-1], step.step)
+
+    def _print(self, step: Step) -> None:
+        covered = self._seconds[self._line :]
+        self._line = len(self._seconds)
+        seconds = sum(covered) / len(covered)
+        norm = "" if step.grad_norm is None else f" grad norm: {step.grad_norm:.3f} |"
+        print(
+            f" iteration {step.step:8d}/{self.arguments.train_iters:8d} |"
+            f" consumed samples: {step.step * self.batch:12d} |"
+            f" elapsed time per iteration (ms): {seconds * 1000:.1f} |"
+            f" learning rate: {step.learning_rate:.3E} |"
+            f" global batch size: {self.batch:5d} |"
+            f" lm loss: {step.loss:.6E} |{norm}"
+            f" throughput: {self.batch / seconds:.3f} |",
+            flush=True,
+        )
+
+    def log_validation(self, iteration: int, loss: float) -> None:
+        """The loss of a validation after so many steps, and its perplexity."""
+        if not self._root:
+            return
+        print(
+            f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+            f" lm loss PPL: {perplexity(loss):.6E} |",
+            flush=True,
+        )
+        if self._writer:
+            scalars = {"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}
+            self._scalars(iteration, scalars)
+        if self._metrics:
+            self._metrics.store_metrics(
+                [Metric("Validation loss", loss, "", {"Global step": iteration})]
+            )
+
+    def _scalars(self, iteration: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, iteration * self.batch)
+
+    def close(self) -> None:
+        """Writes out what is held back, and what was seen over the whole run."""
+        if self._writer:
+            self._writer.close()
+        if self._metrics and self._losses:
+            speeds = [self.batch / seconds for seconds in self._seconds]
+            self._metrics.store_metrics(
+                [
+                    Metric("Final loss", self._losses[-1]),
+                    Metric("Time to train", (time.perf_counter() - self._began) / 60, "minutes"),
+                    Metric("Average throughput", sum(speeds) / len(speeds), "seq/s"),
+                    Metric("Peak throughput", max(speeds), "seq/s"),
+                ]
+            )
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss; Megatron-LM's bound keeps a diverged run's a number."""
+    return math.exp(min(20.0, loss))

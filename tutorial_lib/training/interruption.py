@@ -1,0 +1,49 @@
+"""Ctrl-C and SIGTERM as a wish to stop after the step under way, on all ranks or none."""
+
+import signal
+import threading
+
+from tutorial_lib.parallel_layers import parallel_state
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """Inside the block SIGINT and SIGTERM are noted, not obeyed, and `agreed` tells all ranks.
+
+    Schedulers send SIGTERM to all processes before they kill them, Ctrl-C reaches some or all: the
+    ranks may be in different steps when it does. A second signal has its usual effect. Outside of
+    the main thread, where Python lets nobody install a handler, signals keep theirs.
+    """
+
+    def __init__(self):
+        self.signal: int | None = None  # the one that this rank got
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, _) -> None:
+        self.signal = number
+        self._restore()
+
+    def agreed(self) -> str | None:
+        """The name of the signal that any rank got by now, the same on every rank, or None.
+
+        Every rank calls it at the same point, once a step.
+        """
+        everyone = parallel_state.gather_python_object(
+            self.signal, parallel_state.get_world_group()
+        )
+        found = next((number for number in everyone if number is not None), None)
+        return None if found is None else signal.Signals(found).name
