@@ -24,7 +24,6 @@ from tutorial_lib.checkpoint.tags import complete, latest
 from tutorial_lib.data import gpt_batches
 from tutorial_lib.data.gpt_dataset import build_gpt_datasets
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
-from tutorial_lib.launch import rank_environment
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.training.gpt_arguments import GPTArguments, command_line, parse_arguments
@@ -378,23 +377,13 @@ def test_sizes_rates_and_data_have_no_default(capsys):
 
 def torchrun(given: GPTArguments, log: Path) -> subprocess.Popen:
     """Two ranks in processes of their own, as a terminal would start them."""
-    threads = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": rank_environment("cpu", 0, 1, master_port=0)["GLOO_SOCKET_IFNAME"],
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+    script = "-m tutorial_lib.training.pretrain_gpt".split()
     return subprocess.Popen(
-        [*command, "-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)],
+        [sys.executable, *launcher, *script, *command_line(given)],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
-        env={**os.environ, **threads},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).resolve().parents[1],
     )
 

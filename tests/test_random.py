@@ -53,6 +53,29 @@ def test_dropout_streams(ranks):
     assert all(restored)
 
 
+def replicas():
+    random.model_parallel_xla_manual_seed(1234)
+    before, sharded = torch.get_rng_state(), random.get_xla_rng_tracker().get_states()
+    random.separate_replicas()
+    kept = random.get_xla_rng_tracker().get_states()
+    same = all(torch.equal(kept[n][d], sharded[n][d]) for n in sharded for d in sharded[n])
+    assert same, "the model-parallel stream differs between replicas already"
+    untouched = torch.equal(before, torch.get_rng_state())
+    first = torch.rand(100)
+    random.separate_replicas()
+    return untouched, first, torch.rand(100)
+
+
+def test_replicas_are_separated_and_groups_are_not(ranks):
+    found = ranks(replicas, world_size=4, tp=2)
+    for draw in (1, 2):
+        numbers = [each[draw] for each in found]
+        assert torch.equal(numbers[0], numbers[1]) and torch.equal(numbers[2], numbers[3])
+        assert not torch.equal(numbers[0], numbers[2])
+    assert not torch.equal(found[2][1], found[2][2]), "a second time does not begin anew"
+    assert all(untouched for untouched, *_ in ranks(replicas, world_size=2, tp=2))
+
+
 def weights():
     random.model_parallel_xla_manual_seed(1234)
     return nn.Linear(4, 4).weight.detach()

@@ -141,3 +141,25 @@ def bars(
     if expected:
         panels[0].legend(frameon=False, fontsize=8)
     return Picture(figure)
+
+
+def strips(rows: Sequence[Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token") -> Picture:
+    """A row of pieces for each entry, from the left: `(number, length)`, a colour for each number.
+
+    Neighbours of one number are drawn apart, so that their border shows.
+    """
+    figure, (axes,) = _axes(0.7 + 0.3 * len(rows))
+    numbers = list(dict.fromkeys(number for row in rows for number, _ in row))
+    for place, row in enumerate(rows):
+        left = 0
+        for number, length in row:
+            fill = colour(numbers.index(number))
+            axes.barh(place, length, left=left, height=0.7, color=fill, edgecolor="white", lw=1.2)
+            if length >= 0.06 * sum(length for _, length in row):
+                axes.text(left + length / 2, place, str(number), ha="center", va="center", fontsize=8, color="white", weight="bold")
+            left += length
+    axes.set(title=title)
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_yticks(range(len(rows)))
+    axes.invert_yaxis()
+    return Picture(figure)
