@@ -147,17 +147,22 @@ class BertForPreTraining(hf.BertForPreTraining):
         tokens = (batch["labels"] != -100).sum()
         return torch.stack([tokens, torch.ones_like(batch["next_sentence_label"]).sum()])
 
-    def forward(self, input_ids, labels=None, next_sentence_label=None, num_items_in_batch=None, **kwargs):
+    def forward(
+        self, input_ids, attention_mask=None, labels=None, next_sentence_label=None, num_items_in_batch=None, **kwargs
+    ):
         """Hugging Face's forward; with both labels the loss is the sum of its two parts.
 
         Args:
             input_ids, labels: `[B, S]`; a label of -100 is not predicted.
+            attention_mask: `[B, S]`, 0 for padding.
             next_sentence_label: `[B]`.
             num_items_in_batch: `[2]`, what `count_targets` gives for the whole global batch. Each part of the loss is
                 then its sum over this batch divided by that count, so that the losses of all micro-batches and
                 data-parallel ranks add up to the loss of the global batch. By default this batch is the whole.
         """
-        output = super().forward(input_ids, **kwargs)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = self._padding_mask(attention_mask)
+        output = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
         if labels is None or next_sentence_label is None:
             return output
         if num_items_in_batch is None:
@@ -167,6 +172,14 @@ class BertForPreTraining(hf.BertForPreTraining):
         next_sentence = nn.functional.cross_entropy(output.seq_relationship_logits, next_sentence_label, reduction="sum")
         output.loss = masked_lm + next_sentence / sequences
         return output
+
+    def _padding_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """`[B, 1, S, S]`: which tokens each one sees. Unlike Hugging Face's it depends on no value, so a step traces once."""
+        seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, attention_mask.size(1), -1)
+        if self.config._attn_implementation != "eager":
+            return seen
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.shard_vocabulary:

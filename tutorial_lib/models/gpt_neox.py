@@ -188,13 +188,14 @@ class GPTNeoXModel(hf.GPTNeoXModel):
         self.final_layer_norm = _norm(config, sequence_parallel_enabled)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        if not self.sequence_parallel_enabled:
-            return super().forward(input_ids, attention_mask, position_ids, **kwargs)
-        if kwargs.pop("use_cache", False) or kwargs:
-            raise ValueError(f"sequence parallel is for training: it takes no cache and no {', '.join(kwargs)}")
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=False, **kwargs):
+        if use_cache or kwargs:
+            if self.sequence_parallel_enabled:
+                raise ValueError(f"sequence parallel is for training: it takes no cache and no {', '.join(kwargs)}")
+            return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs)
         length, tp_size = input_ids.size(1), parallel_state.get_tensor_model_parallel_size()
-        ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
+        if self.sequence_parallel_enabled:
+            ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None]
         hidden_states = self.emb_dropout(self.embed_in(input_ids))
@@ -248,6 +249,8 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide, or a cache.
         """
+        if attention_mask is None and self.config._attn_implementation == "eager":
+            attention_mask = torch.ones_like(input_ids)
         if attention_mask is not None and attention_mask.dim() == 2 and not use_cache:
             attention_mask = self._causal_mask(attention_mask)
         output = self.gpt_neox(input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)

@@ -1,6 +1,7 @@
 """Many small tensors in a few collectives."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +12,17 @@ from . import comm, parallel_state
 # memory costs more than the sum; on a device a collective has to be large to be fast.
 BUCKET_CAP_MB = 130.0
 HOST_BUCKET_CAP_MB = 8.0
+_host_kinds = {"cpu"}
+
+
+@contextmanager
+def meta_stands_for_host() -> Iterator[None]:
+    """Inside the block, tensors on meta fill buckets as tensors on the host do, not as on a device."""
+    _host_kinds.add("meta")
+    try:
+        yield
+    finally:
+        _host_kinds.discard("meta")
 
 
 def buckets_of(tensors: list[torch.Tensor], cap_mb: float | None = None) -> list[list[int]]:
@@ -29,7 +41,7 @@ def buckets_of(tensors: list[torch.Tensor], cap_mb: float | None = None) -> list
                 cap_mb
                 if cap_mb is not None
                 else HOST_BUCKET_CAP_MB
-                if tensor.device.type == "cpu"
+                if tensor.device.type in _host_kinds
                 else BUCKET_CAP_MB
             )
             bucket, left = [], cap * 1e6

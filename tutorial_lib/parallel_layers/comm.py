@@ -1,8 +1,9 @@
 """The collectives, each a pure function: no input is modified, on any backend.
 
 Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed` (gloo, NCCL) at once;
-XLA tensors are traced into the graph with their replica groups, as a compiler for Trainium needs them. Names and argument
-order are those of `neuronx_distributed.parallel_layers.comm`.
+XLA tensors are traced into the graph with their replica groups, as a compiler for Trainium needs them; tensors on the meta
+device, which hold no values, do not travel, and the result has the right shape (`tutorial_lib.dry_run`). Names and
+argument order are those of `neuronx_distributed.parallel_layers.comm`.
 """
 
 import math
@@ -28,6 +29,7 @@ class Collective(NamedTuple):
     group_size: int
     shape: tuple[int, ...]  # of the input on this rank
     dtype: torch.dtype
+    axis: str  # of the mesh that the group lies on: tp, dp, …
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +63,9 @@ def count(log: list[Collective]) -> Counter:
     return Counter((c.kind, c.group_size) for c in log)
 
 
-def _note(kind: str, size: int, tensor: torch.Tensor) -> None:
+def _note(kind: str, axis, tensor: torch.Tensor) -> None:
     for log in _records:
-        log.append(Collective(kind, size, tuple(tensor.shape), tensor.dtype))
+        log.append(Collective(kind, axis.size, tuple(tensor.shape), tensor.dtype, axis.name))
 
 
 class Pending:
@@ -104,11 +106,13 @@ def all_reduce_start(
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor if reuse else tensor.clone())
-    _note("all_reduce", axis.size, tensor)
+    _note("all_reduce", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
         return Pending(xm.all_reduce(op_type, tensor, groups=axis.replica_groups, pin_layout=False))
+    if tensor.is_meta:
+        return Pending(torch.empty_like(tensor, memory_format=torch.contiguous_format))
     if not (reuse and tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return Pending(tensor, [dist.all_reduce(tensor, _OPS[op_type], group=axis.group, async_op=True)])
@@ -134,11 +138,13 @@ def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) 
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor.clone())
-    _note("all_gather", axis.size, tensor)
+    _note("all_gather", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
         return Pending(xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False))
+    if tensor.is_meta:
+        return Pending(_resized(tensor, dim, axis.size * tensor.size(dim)))
     tensor = tensor.contiguous()
     gathered = tensor.new_empty(axis.size * tensor.size(0), *tensor.shape[1:])
     if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
@@ -193,7 +199,7 @@ def reduce_scatter_start(
         )
     if axis.size == 1:
         return Pending(tensor * scale if scale != 1.0 else tensor if reuse else tensor.clone())
-    _note("reduce_scatter", axis.size, tensor)
+    _note("reduce_scatter", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -202,6 +208,8 @@ def reduce_scatter_start(
                 reduce_type, tensor, scale, scatter_dim, axis.size, groups=axis.replica_groups, pin_layout=False
             )
         )
+    if tensor.is_meta:
+        return Pending(_resized(tensor, scatter_dim, tensor.size(scatter_dim) // axis.size))
     # The chunks have to lie one behind the other.
     source = tensor.movedim(scatter_dim, 0).contiguous()
     if tensor.device.type == "cpu":
@@ -221,6 +229,13 @@ def reduce_scatter_start(
         return result * scale if scale != 1.0 else result
 
     return Pending(received, works, finish)
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """A contiguous tensor without values, like `tensor` but for the size of `dim`."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tensor.new_empty(shape)
 
 
 def _combine(op_type: str, chunks: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -267,8 +282,10 @@ def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torc
     if tensor.device.type == "xla":
         # A sum of one tensor and zeros: an operation that every compiler has.
         return all_reduce("sum", tensor if axis.rank == src else torch.zeros_like(tensor), groups)
-    _note("broadcast", axis.size, tensor)
+    _note("broadcast", axis, tensor)
     result = tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_meta:
+        return result
     dist.broadcast(result, axis.ranks[src], group=axis.group)
     return result
 

@@ -73,7 +73,8 @@ def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Grou
     if axis.size == 1:
         return
     parameters = _distinct(parameters)
-    have = torch.tensor([main_grad(p) is not None for p in parameters], dtype=torch.uint8)
+    have = [main_grad(p) is not None for p in parameters]
+    have = torch.tensor(have, dtype=torch.uint8, device="cpu")
     anywhere = have.clone()
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=axis.group)
     for index in (anywhere > have).nonzero().flatten().tolist():

@@ -8,6 +8,8 @@ all-gather before the column layer and a reduce-scatter behind the row layer sta
 all-reduces (Korthikanti et al., 2022, section 4.2).
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -128,10 +130,17 @@ def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     multiplication.
     """
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _no_autocast(kind: str):
+    """Switches autocast off, on devices that have it; meta has not."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def column_parallel_linear(
@@ -160,7 +169,7 @@ def column_parallel_linear(
     if parallel_state.axis_of(groups).size == 1:
         return F.linear(x, weight, bias)
     x, weight, bias = _autocast(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x.device.type):
         return _ColumnLinear.apply(
             x, weight, bias, groups, sequence_dim, reduce_dtype, shared_rows, shared_groups
         )
@@ -188,5 +197,5 @@ def row_parallel_linear(
     if parallel_state.axis_of(groups).size == 1:
         return F.linear(x, weight, bias)
     x, weight, bias = _autocast(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x.device.type):
         return _RowLinear.apply(x, weight, bias, groups, sequence_dim, reduce_dtype)

@@ -18,6 +18,7 @@ from .rank_layout import ParallelGroups, ReplicaGroups, arrange_kv_groups, layou
 class _Axis:
     """One axis of the mesh as this rank sees it."""
 
+    name: str  # that it was made under; another name may stand for the same axis
     replica_groups: ReplicaGroups
     ranks: list[int]  # the group that this rank is in
     group: ProcessGroup
@@ -137,7 +138,7 @@ def _add_axis(name: str, replica_groups: ReplicaGroups, group: ProcessGroup | No
         same = (axis.group for axis in _axes.values() if axis.replica_groups == replica_groups)
         group = next(same, None) or create_pg_with_ranks(replica_groups)
     ranks = next(g for g in replica_groups if rank in g)
-    _axes[name] = _Axis(replica_groups, ranks, group, ranks.index(rank))
+    _axes[name] = _Axis(name, replica_groups, ranks, group, ranks.index(rank))
 
 
 def _axis(name: str) -> _Axis:

@@ -1,6 +1,6 @@
 """How many bytes a rank holds, by kind: weights, gradients, optimizer state, and what the backward pass needs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -8,20 +8,24 @@ import torch
 from torch import nn
 
 from tutorial_lib.launch import on_trainium
+from tutorial_lib.parallel_layers.grads import main_grad
 
 TRAINIUM_CORE = 16 * 2**30  # bytes of device memory for each NeuronCore of a trn1 instance
 
 
-def require_memory(bytes_per_rank: int, local_ranks: int, backend: str) -> None:
+def require_memory(
+    bytes_per_rank: int, local_ranks: int, backend: str, report: Callable[[], object] | None = None
+) -> None:
     """Refuses a training that this machine cannot hold, before anything is allocated.
 
     Args:
         bytes_per_rank: weights, gradients, optimizer state and activations of one rank.
         local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its memory.
         backend: on `cuda` and on Trainium each rank has a device of its own.
+        report: what the error shows besides, such as `lambda: dry_run(run)`; only called if it does not fit.
 
     Raises:
-        ValueError: it does not fit, with the bytes.
+        ValueError: it does not fit, with the bytes and the report.
     """
     if backend == "cuda":
         available, where = torch.cuda.mem_get_info()[0], "are free on the GPU"
@@ -30,7 +34,8 @@ def require_memory(bytes_per_rank: int, local_ranks: int, backend: str) -> None:
     else:
         available, where = psutil.virtual_memory().available // local_ranks, f"are free for each of {local_ranks} ranks here"
     if bytes_per_rank > available:
-        raise ValueError(f"a rank needs at least {bytes_per_rank:,} bytes, and {available:,} {where}")
+        message = f"a rank needs at least {bytes_per_rank:,} bytes, and {available:,} {where}"
+        raise ValueError(message if report is None else f"{message}. What it would be:\n\n{report()}")
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -45,8 +50,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients that exist now."""
-    return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    """Bytes of the gradients that exist now, of those accumulated in higher precision too."""
+    return tensor_bytes(main_grad(p) for p in model.parameters() if main_grad(p) is not None)
 
 
 def optimizer_bytes(optimizer) -> int:

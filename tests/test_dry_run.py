@@ -1,0 +1,195 @@
+"""The dry run against real steps at small size, and the tutorials' own configurations."""
+
+import resource
+import time
+from fractions import Fraction
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, BertForPreTraining, ViTConfig
+
+from tutorial_lib.checkpoint import save_checkpoint
+from tutorial_lib.checkpoint.layout import layout_of
+from tutorial_lib.dry_run import dry_run, dry_world, main
+from tutorial_lib.models import bert, gpt_neox, llama2
+from tutorial_lib.parallel_layers import comm
+from tutorial_lib.parallel_layers.sharding import partition_of
+from tutorial_lib.runs import TUTORIALS, Run
+from tutorial_lib.training import memory
+from tutorial_lib.training.loop import accumulate_gradients
+
+BERT, NEOX, LLAMA = bert.make_config("tiny"), gpt_neox.make_config("tiny"), llama2.make_config("tiny")
+GROUPED = llama2.make_config("tiny", num_key_value_heads=2, vocab_size=8191)
+UNIFORM = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+BERT_WITHOUT_DROPOUT = bert.make_config("tiny", **UNIFORM)
+SHARDED = dict(shard_mlp=True, shard_vocabulary=True)
+SMALL = {
+    "bert": Run(BERT_WITHOUT_DROPOUT, 2, 2, 2, 64, 3),
+    "bert, cut, zero, checkpointing": Run(
+        BERT_WITHOUT_DROPOUT, 2, 2, 2, 64, 2, zero=True, checkpointing="full", options=SHARDED
+    ),
+    "bert, dropout": Run(BERT, 4, 1, 2, 64, 2, options=SHARDED),
+    "neox": Run(NEOX, 2, 2, 2, 64),
+    "neox, sequence parallel, zero": Run(NEOX, 2, 2, 2, 64, 2, sequence_parallel=True, zero=True),
+    "neox, checkpointing, bfloat16": Run(
+        NEOX, 4, 1, 2, 64, 3, sequence_parallel=True, checkpointing="full", dtype=torch.bfloat16
+    ),
+    "llama": Run(LLAMA, 2, 2, 2, 64, 2, checkpointing="selective"),
+    "llama, all of it": Run(
+        LLAMA, 2, 2, 2, 64, 4, sequence_parallel=True, checkpointing="selective+mlp", zero=True,
+        dtype=torch.bfloat16, float32_gradients=True,
+    ),
+    "llama, grouped, odd vocabulary": Run(GROUPED, 4, 1, 2, 64, 2, sequence_parallel=True, checkpointing="full"),
+    "llama, fused attention": Run(LLAMA, 1, 4, 2, 64, 2, zero=True, options=dict(use_flash_attention=True)),
+}  # fmt: skip
+
+
+def real_step(run: Run, folder: str):
+    """The same step on this mesh, with values."""
+    model, optimizer = run.build()
+    batch = run.batch("cpu")
+    with memory.SavedActivations(model, batch.values()) as saved:
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.zero_grad()
+    with comm.record() as log:
+        accumulate_gradients(model, [batch] * run.accumulation)
+        gradients = memory.gradient_bytes(model)
+        optimizer.step()
+    nbytes = {
+        "weights": memory.weight_bytes(model),
+        "gradients": gradients,
+        "optimizer": memory.optimizer_bytes(optimizer),
+        "saved activations": saved.nbytes,
+    }
+    save_checkpoint(folder, "step_1", model, optimizer)
+    return log, nbytes, [(s.shape, s.dtype, s.nbytes) for s in saved.tensors]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_a_real_step(ranks, name, tmp_path):
+    run = SMALL[name]
+    real = ranks(real_step, run, str(tmp_path), world_size=run.world_size, tp=run.tp)
+    for rank, (log, nbytes, saved) in enumerate(real):
+        found = dry_run(run, rank, "cpu")
+        assert found.collectives == log
+        assert {**found.nbytes, "saved activations": 0} == {**nbytes, "saved activations": 0}
+        assert found.nbytes["saved activations"] == pytest.approx(nbytes["saved activations"], rel=0.01)
+        for name, file in found.files.items():
+            written = torch.load(tmp_path / "step_1" / name, weights_only=True)
+            assert _shapes(written) == sorted(file.tensors.values(), key=str)
+            assert file.nbytes <= (tmp_path / "step_1" / name).stat().st_size
+
+
+def _shapes(value) -> list:
+    found = []
+    if isinstance(value, torch.Tensor):
+        found.append((tuple(value.shape), value.dtype))
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            found += _shapes(item)
+    return sorted(found, key=str)
+
+
+def hugging_face_count(config) -> int:
+    with torch.device("meta"):
+        if config.model_type == "bert":
+            model = BertForPreTraining(config)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["bert, cut, zero, checkpointing", "neox", "llama, grouped, odd vocabulary"])
+def test_parts_of_all_ranks_are_the_hugging_face_model(name):
+    run, total = SMALL[name], 0
+    for rank in range(run.tp):
+        with dry_world(rank, run.world_size):
+            with torch.device("meta"):
+                model, _ = run.build()
+            for parameter in model.parameters():
+                cut = partition_of(parameter)
+                if cut is None:
+                    total += parameter.numel() if rank == 0 else 0
+                    continue
+                row = parameter.numel() // parameter.size(cut.dim)
+                for (_, _, length), copies in zip(layout_of(parameter).pieces(rank), cut.replicas):
+                    total += Fraction(length * row, copies)
+    assert total == hugging_face_count(run.config)
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_the_published_runs(name):
+    run, start = TUTORIALS[name], time.monotonic()
+    found = dry_run(run, rank=run.world_size - 1)
+    assert time.monotonic() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * 2**30
+    assert found.model_parameters == hugging_face_count(run.config)
+    assert (found.mesh["tp"], found.mesh["dp"]) == (run.tp, run.dp)
+    copies = run.dp if run.zero else 1
+    kept = sum(found.nbytes[kind] for kind in ("weights", "optimizer"))
+    wanted = found.parameters * (run.dtype.itemsize + (12 if run.zero else 8) / copies)
+    assert kept == pytest.approx(wanted, rel=1e-3)  # and the counters of AdamW
+    for line in ("Collectives of a step", f"{found.parameters:,} of {found.model_parameters:,}"):
+        assert line in str(found)
+
+
+def test_micro_batches_that_are_counted_are_those_that_would_run(ranks):
+    run = SMALL["neox, sequence parallel, zero"].change(accumulation=5)
+    logs = ranks(step_log, run, world_size=4, tp=2)
+    assert dry_run(run, 2, "cpu").collectives == logs[2]
+
+
+def step_log(run):
+    model, optimizer = run.build()
+    with comm.record() as log:
+        accumulate_gradients(model, [run.batch("cpu")] * run.accumulation)
+        optimizer.step()
+    return log
+
+
+def test_attention_is_saved_as_the_backend_does():
+    run = Run(NEOX, 2, 1, 1, 256)
+    fused, written_out = (dry_run(run, 0, backend).nbytes["saved activations"] for backend in ("cuda", "xla"))
+    rows = NEOX.num_attention_heads // 2 * 256 * NEOX.num_hidden_layers
+    assert written_out - fused == 4 * rows * (256 - 1)  # all probabilities, in place of a number for each row
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: dry_run(SMALL["bert"], 4), r"rank 4 is not in \[0, 4\)"),
+        (lambda: dry_run(SMALL["bert"], 0, "tpu"), "'tpu' is not one of cpu, cuda, xla"),
+        (lambda: SMALL["bert"].change(tp=3), "4 is not divisible by 3"),
+        (lambda: SMALL["bert"].change(dp=0), "dp 0 is below 1"),
+        (lambda: SMALL["bert"].change(sequence_parallel=True), "not built for bert"),
+        (lambda: SMALL["bert"].change(sequence=513), "513 is above the model's 512"),
+        (lambda: SMALL["neox"].change(checkpointing="selective"), "'selective' of gpt_neox is not one of none, full"),
+        (lambda: SMALL["neox"].change(float32_gradients=True), "needs zero"),
+        (lambda: Run(LLAMA, 2, sequence=63, sequence_parallel=True), "63 is not divisible by 2"),
+        (lambda: Run(ViTConfig()), "'vit' is not one of bert"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert not dist.is_initialized()
+
+
+def test_what_does_not_fit_is_said_with_the_report():
+    run = SMALL["llama"]
+    needed = psutil.virtual_memory().total + 1
+    with pytest.raises(ValueError, match=f"{needed:,} bytes") as caught:
+        memory.require_memory(needed, 1, "cpu", report=lambda: dry_run(run))
+    assert "Collectives of a step" in str(caught.value)
+    memory.require_memory(1, 1, "cpu", report=lambda: pytest.fail("it fits"))
+
+
+def test_command_line(capsys):
+    main(["bert-large", "--rank", "3"])
+    assert "Rank 3 of world 32 × tp 8 × dp 4" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bert-large", "--rank", "32"])
+    assert "rank 32 is not in [0, 32)" in capsys.readouterr().err
