@@ -1,0 +1,14 @@
+"""What a training run takes before it is started: memory, operations, traffic, and how fast it can be at most.
+
+    python -m tutorial_lib.planner llama2-7b --instance trn1.32xlarge
+"""
+
+from .choices import scaled, smallest_tensor_parallel, switches, with_tensor_parallel
+from .instances import INSTANCES, Instance, custom
+from .plan import Plan
+from .report import report
+
+__all__ = [
+    "INSTANCES", "Instance", "Plan", "custom", "report", "scaled", "smallest_tensor_parallel", "switches",
+    "with_tensor_parallel",
+]  # fmt: skip

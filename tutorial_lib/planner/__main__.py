@@ -1,0 +1,64 @@
+"""`python -m tutorial_lib.planner`: a plan on the terminal."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from tutorial_lib.runs import TUTORIALS, Run
+
+from . import INSTANCES, Plan, custom, report
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tutorial_lib.planner",
+        description="Memory, operations, traffic and bounds on the speed of a training run.",
+    )
+    yes_or_no = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("model", help=f"one of {', '.join(TUTORIALS)} as published, or the folder of a Hugging Face config.json")
+    add("--instance", default="trn1.32xlarge", help=f"{', '.join(INSTANCES)}, or cores=…,memory=…,…")
+    add("--backend", default="xla", choices=("cpu", "cuda", "xla"))
+    add("--nodes", type=int, help="sets --dp to as many replicas as they hold")
+    for name in ("tp", "dp", "micro-batch", "sequence", "accumulation"):
+        add(f"--{name}", type=int)
+    add("--sequence-parallel", action=yes_or_no)
+    add("--zero", action=yes_or_no)
+    add("--float32-gradients", action=yes_or_no)
+    add("--checkpointing")
+    add("--dtype", choices=DTYPES)
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.plan = _plan(chosen)
+        chosen.report = report(chosen.plan)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return chosen
+
+
+def _plan(chosen: argparse.Namespace) -> Plan:
+    instance = INSTANCES.get(chosen.instance) or custom(chosen.instance)
+    if chosen.model in TUTORIALS:
+        run = TUTORIALS[chosen.model]
+    elif Path(chosen.model).exists():
+        run = Run(AutoConfig.from_pretrained(chosen.model, local_files_only=True))
+    else:
+        raise ValueError(f"{chosen.model!r} is neither a folder nor one of {', '.join(TUTORIALS)}")
+    names = ("tp", "dp", "micro_batch", "sequence", "accumulation", "sequence_parallel", "zero", "float32_gradients",
+             "checkpointing")  # fmt: skip
+    changes = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
+    if chosen.dtype:
+        changes["dtype"] = DTYPES[chosen.dtype]
+    if chosen.nodes is not None:
+        if chosen.dp is not None:
+            raise ValueError(f"--nodes {chosen.nodes} and --dp {chosen.dp} say the same thing twice")
+        changes["dp"] = max(1, chosen.nodes * instance.cores // changes.get("tp", run.tp))
+    return Plan(run.change(**changes), instance, chosen.backend)
+
+
+if __name__ == "__main__":
+    print(parse().report)

@@ -1,0 +1,66 @@
+"""Machines, as far as they bound a training step: peaks that are published, which no program exceeds."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+GIGABIT = 1e9 / 8  # bytes
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One node. Rates are per second, and for each direction where there are two."""
+
+    name: str
+    cores: int
+    memory: float  # bytes of a core
+    half_operations: float  # of a core in 2-byte numbers
+    single_operations: float  # in float32
+    memory_bandwidth: float  # bytes, of a core
+    network: float  # bytes, of the node
+    link: float | None = None  # bytes that a core sends to others of its node; None where not published
+
+    def __post_init__(self):
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field.name} {value} of {self.name} is not above 0")
+
+    def operations(self, dtype: torch.dtype) -> float:
+        """Of a core in a second."""
+        return self.half_operations if dtype.itemsize == 2 else self.single_operations
+
+
+def _trainium(name: str, network: float) -> Instance:
+    """16 chips with two cores each, by AWS's description of the architecture of trn1 and trn1n."""
+    return Instance(name, 32, 16 * 2**30, 95e12, 23.75e12, 410e9, network)
+
+
+INSTANCES = {
+    machine.name: machine
+    for machine in (
+        _trainium("trn1.32xlarge", 800 * GIGABIT),
+        _trainium("trn1n.32xlarge", 1600 * GIGABIT),
+        # NVIDIA's data sheet of the H100 SXM, dense; a 400 Gb/s adapter for each.
+        Instance("h100x8", 8, 80 * 2**30, 989e12, 67e12, 3.35e12, 3200 * GIGABIT, 450e9),
+    )
+}
+
+
+def custom(text: str) -> Instance:
+    """An instance of `cores=…,memory=…,…` with every field of `Instance` but `name` and, at will, `link`.
+
+    Raises:
+        ValueError: a field is missing, unknown or no number.
+    """
+    known = {field.name for field in fields(Instance)} - {"name"}
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"instance {text!r} has unknown fields {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    if missing := sorted(known - {"link"} - set(given)):
+        raise ValueError(f"instance {text!r} lacks {', '.join(missing)}")
+    try:
+        values = {name: float(value) for name, value in given.items()}
+    except ValueError as error:
+        raise ValueError(f"instance {text!r}: {error}") from None
+    return Instance("custom", int(values.pop("cores")), **values)

@@ -1,0 +1,100 @@
+"""Every collective of a step of one rank, in closed form."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+
+from tutorial_lib.models import llama2
+from tutorial_lib.optimizer.shards import shard_length
+from tutorial_lib.parallel_layers.buckets import buckets_of, meta_stands_for_host
+from tutorial_lib.parallel_layers.comm import Collective
+from tutorial_lib.runs import Run
+
+from .parameters import parameters, qkv_features
+
+
+def collectives(run: Run, backend: str = "xla") -> list[Collective]:
+    """All of a step; those of one kind in their order, but not all kinds among each other.
+
+    Args:
+        backend: on `cpu` gradients travel in smaller buckets.
+    """
+    once = list(_micro_batch(run))
+    with meta_stands_for_host() if backend == "cpu" else nullcontext():
+        found = once * run.accumulation + list(_step(run))
+    return [c for c in found if c.group_size > 1]
+
+
+def _wide(run: Run) -> torch.dtype:
+    return torch.promote_types(run.dtype, torch.float32)
+
+
+def _micro_batch(run: Run) -> Iterator[Collective]:
+    """Forward and backward of one micro-batch, all over tensor parallelism."""
+    config, tp, wide = run.config, run.tp, _wide(run)
+    batch, length, hidden = run.micro_batch, run.sequence, config.hidden_size
+    again = run.checkpointing == "full"
+    whole = (length, batch, hidden) if run.sequence_parallel else (batch, length, hidden)
+    chunk = (length // tp, batch, hidden)
+
+    def over_tp(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
+        return Collective(kind, tp, shape, dtype, "tp")
+
+    gather, scatter = over_tp("all_gather", chunk, run.dtype), over_tp("reduce_scatter", whole, wide)
+    reduce = over_tp("all_reduce", whole, wide)
+    cut_vocabulary = run.family != "bert" or run.options.get("shard_vocabulary")
+    if cut_vocabulary:
+        yield over_tp("reduce_scatter" if run.sequence_parallel else "all_reduce", whole, run.dtype)
+        yield over_tp("all_gather", (1, 2, batch, length), wide)  # of the cross entropy
+    if run.sequence_parallel:
+        yield gather  # the embedding's gradient
+        yield from (gather, gather, scatter)  # the head: forward, backward
+        pair = [gather, scatter, gather, gather, scatter]  # column forward, row forward; row, column backward
+        pair += [gather, scatter] if again else []
+        yield from pair * (2 * config.num_hidden_layers)
+    else:
+        yield from [reduce] * bool(cut_vocabulary)  # the head's backward
+        columns, rows = (3, 1) if run.family == "bert" else (1, 1)
+        if run.family != "bert" or run.options.get("shard_mlp"):
+            columns, rows = columns + 1, rows + 1
+        yield from [reduce] * (config.num_hidden_layers * (columns + rows * (2 if again else 1)))
+    copies = llama2.kv_multiplier(config, tp) if run.family == "llama" else 1
+    if copies > 1:
+        shared = 2 * qkv_features(run)[1]
+        for _ in range(config.num_hidden_layers):
+            yield Collective("all_reduce", copies, (shared, hidden), run.dtype, "kv")
+            if config.attention_bias:
+                yield Collective("all_reduce", copies, (shared,), run.dtype, "kv")
+
+
+def _step(run: Run) -> Iterator[Collective]:
+    """Counts and loss; gradients, their norm, and with ZeRO-1 the weights."""
+    dp, wide, bert = run.dp, _wide(run), run.family == "bert"
+    loss = run.dtype if bert and not run.options.get("shard_vocabulary") else wide
+    yield Collective("all_reduce", dp, (2,) if bert else (), torch.int64, "dp")
+    yield Collective("all_reduce", dp, (), loss, "dp")
+
+    held = parameters(run)
+    gradient = wide if run.float32_gradients else run.dtype
+    for flat in _buckets([p.numel for p in held if p.is_share], gradient):
+        yield Collective("all_reduce", run.tp, (sum(flat),), gradient, "tp")
+    yield Collective("all_reduce", run.tp, (), wide, "tp")  # the norm
+    sizes = [p.numel for p in held]
+    if not run.zero:
+        for flat in _buckets(sizes[::-1], gradient):
+            yield Collective("all_reduce", dp, (sum(flat),), gradient, "dp")
+        return
+    yield Collective("all_reduce", dp, (), wide, "dp")  # the norm
+    for bucket in _buckets(sizes, gradient):
+        row = sum(shard_length(numel, dp) for numel in bucket)
+        yield Collective("reduce_scatter", dp, (dp, row), gradient, "dp")
+    for bucket in _buckets(sizes, run.dtype):
+        row = sum(shard_length(numel, dp) for numel in bucket)
+        yield Collective("all_gather", dp, (row,), run.dtype, "dp")
+
+
+def _buckets(sizes: list[int], dtype: torch.dtype) -> list[list[int]]:
+    """The sizes of tensors that travel together."""
+    tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
+    return [[sizes[place] for place in places] for places in buckets_of(tensors)]
