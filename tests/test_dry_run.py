@@ -3,6 +3,7 @@
 import resource
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,77 +11,29 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, BertForPreTraining, ViTConfig
 
-from tutorial_lib.checkpoint import save_checkpoint
-from tutorial_lib.checkpoint.layout import layout_of
 from tutorial_lib.dry_run import dry_run, dry_world, main
-from tutorial_lib.models import bert, gpt_neox, llama2
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.runs import TUTORIALS, Run
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 
-BERT, NEOX, LLAMA = bert.make_config("tiny"), gpt_neox.make_config("tiny"), llama2.make_config("tiny")
-GROUPED = llama2.make_config("tiny", num_key_value_heads=2, vocab_size=8191)
-UNIFORM = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-BERT_WITHOUT_DROPOUT = bert.make_config("tiny", **UNIFORM)
-SHARDED = dict(shard_mlp=True, shard_vocabulary=True)
-SMALL = {
-    "bert": Run(BERT_WITHOUT_DROPOUT, 2, 2, 2, 64, 3),
-    "bert, cut, zero, checkpointing": Run(
-        BERT_WITHOUT_DROPOUT, 2, 2, 2, 64, 2, zero=True, checkpointing="full", options=SHARDED
-    ),
-    "bert, dropout": Run(BERT, 4, 1, 2, 64, 2, options=SHARDED),
-    "neox": Run(NEOX, 2, 2, 2, 64),
-    "neox, sequence parallel, zero": Run(NEOX, 2, 2, 2, 64, 2, sequence_parallel=True, zero=True),
-    "neox, checkpointing, bfloat16": Run(
-        NEOX, 4, 1, 2, 64, 3, sequence_parallel=True, checkpointing="full", dtype=torch.bfloat16
-    ),
-    "llama": Run(LLAMA, 2, 2, 2, 64, 2, checkpointing="selective"),
-    "llama, all of it": Run(
-        LLAMA, 2, 2, 2, 64, 4, sequence_parallel=True, checkpointing="selective+mlp", zero=True,
-        dtype=torch.bfloat16, float32_gradients=True,
-    ),
-    "llama, grouped, odd vocabulary": Run(GROUPED, 4, 1, 2, 64, 2, sequence_parallel=True, checkpointing="full"),
-    "llama, fused attention": Run(LLAMA, 1, 4, 2, 64, 2, zero=True, options=dict(use_flash_attention=True)),
-}  # fmt: skip
-
-
-def real_step(run: Run, folder: str):
-    """The same step on this mesh, with values."""
-    model, optimizer = run.build()
-    batch = run.batch("cpu")
-    with memory.SavedActivations(model, batch.values()) as saved:
-        loss = model(**batch).loss
-    loss.backward()
-    optimizer.zero_grad()
-    with comm.record() as log:
-        accumulate_gradients(model, [batch] * run.accumulation)
-        gradients = memory.gradient_bytes(model)
-        optimizer.step()
-    nbytes = {
-        "weights": memory.weight_bytes(model),
-        "gradients": gradients,
-        "optimizer": memory.optimizer_bytes(optimizer),
-        "saved activations": saved.nbytes,
-    }
-    save_checkpoint(folder, "step_1", model, optimizer)
-    return log, nbytes, [(s.shape, s.dtype, s.nbytes) for s in saved.tensors]
+from .small_runs import LLAMA, NEOX, SMALL, real_steps
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_equals_a_real_step(ranks, name, tmp_path):
+def test_equals_a_real_step(ranks, name):
     run = SMALL[name]
-    real = ranks(real_step, run, str(tmp_path), world_size=run.world_size, tp=run.tp)
+    real, folder = real_steps(ranks, name)
     for rank, (log, nbytes, saved) in enumerate(real):
         found = dry_run(run, rank, "cpu")
         assert found.collectives == log
         assert {**found.nbytes, "saved activations": 0} == {**nbytes, "saved activations": 0}
         assert found.nbytes["saved activations"] == pytest.approx(nbytes["saved activations"], rel=0.01)
-        for name, file in found.files.items():
-            written = torch.load(tmp_path / "step_1" / name, weights_only=True)
+        for place, file in found.files.items():
+            written = torch.load(Path(folder) / "step_1" / place, weights_only=True)
             assert _shapes(written) == sorted(file.tensors.values(), key=str)
-            assert file.nbytes <= (tmp_path / "step_1" / name).stat().st_size
+            assert file.nbytes <= (Path(folder) / "step_1" / place).stat().st_size
 
 
 def _shapes(value) -> list:
@@ -115,7 +68,7 @@ def test_parts_of_all_ranks_are_the_hugging_face_model(name):
                     total += parameter.numel() if rank == 0 else 0
                     continue
                 row = parameter.numel() // parameter.size(cut.dim)
-                for (_, _, length), copies in zip(layout_of(parameter).pieces(rank), cut.replicas):
+                for (_, _, length), copies in zip(cut.pieces(rank), cut.replicas):
                     total += Fraction(length * row, copies)
     assert total == hugging_face_count(run.config)
 

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
-from tutorial_lib.models import bert, gpt_neox, llama2
+from tutorial_lib.models import bert, gpt, gpt_neox, llama2
+from tutorial_lib.models.attention import CoreAttention
+from tutorial_lib.models.gpt_config import feed_forward_size
 from tutorial_lib.models.llama2_activations import CHECKPOINTED
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
@@ -22,11 +24,13 @@ from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpoint
 # By the `model_type` of a Hugging Face configuration: the model, and by the kind of checkpointing what runs again.
 MODELS: dict[str, type[nn.Module]] = {
     "bert": bert.BertForPreTraining,
+    "gpt2": gpt.GPT2LMHeadModel,
     "gpt_neox": gpt_neox.GPTNeoXForCausalLM,
     "llama": llama2.LlamaForCausalLM,
 }
 RECOMPUTED: dict[str, dict[str, tuple[type[nn.Module], ...]]] = {
     "bert": {"none": (), "full": (BertLayer,)},
+    "gpt2": {"none": (), "selective": (CoreAttention,), "full": (gpt.ParallelBlock,)},
     "gpt_neox": {"none": (), "full": (gpt_neox.ParallelLayer,)},
     "llama": CHECKPOINTED,
 }
@@ -78,9 +82,8 @@ class Run:
         if self.float32_gradients and not self.zero:
             raise ValueError("float32_gradients needs zero: ZeRO-1 is what accumulates them")
         ensure_divisibility(self.config.num_attention_heads, self.tp, "attention heads over tensor-parallel ranks")
-        features = self.config.intermediate_size
         if self.family != "bert" or self.options.get("shard_mlp"):
-            ensure_divisibility(features, self.tp, "feed-forward size over tensor-parallel ranks")
+            ensure_divisibility(self.features, self.tp, "feed-forward size over tensor-parallel ranks")
         if self.family == "llama":
             llama2.kv_multiplier(self.config, self.tp)
         if self.sequence_parallel:
@@ -95,6 +98,11 @@ class Run:
     @property
     def family(self) -> str:
         return self.config.model_type
+
+    @property
+    def features(self) -> int:
+        """F of the whole model."""
+        return feed_forward_size(self.config) if self.family == "gpt2" else self.config.intermediate_size
 
     @property
     def world_size(self) -> int:
@@ -140,8 +148,12 @@ class Run:
 def _tutorials() -> dict[str, Run]:
     half, whole = dict(dtype=torch.bfloat16), dict(zero=True, checkpointing="full")
     sharded = dict(half, zero=True, sequence_parallel=True)
+    no_dropout = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    gpt_6_7b = Run(gpt.make_config("full", **no_dropout), 8, 4, 1, 2048, 16, **half)
     return {
         "bert-large": Run(bert.make_config("full"), 8, 4, 64, 128, 64, **half),
+        "gpt-6.7b": gpt_6_7b,
+        "gpt-6.7b-16-nodes": gpt_6_7b.change(dp=64),
         "gpt-neox-6.9b": Run(gpt_neox.make_config("6.9b"), 8, 16, 1, 2048, 16, **half, **whole),
         "gpt-neox-20b": Run(gpt_neox.make_config("full"), 32, 4, 1, 2048, 64, **sharded, checkpointing="full"),
         "llama2-7b": Run(
@@ -152,3 +164,5 @@ def _tutorials() -> dict[str, Run]:
 
 
 TUTORIALS = _tutorials()  # as they were published
+# Sequences a second on trn1.32xlarge, by the tutorial on GPT: on 1 and on 16 of them.
+PUBLISHED_THROUGHPUT = {"gpt-6.7b": 7.3, "gpt-6.7b-16-nodes": 98.0}

@@ -20,10 +20,11 @@ def saved_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
             device keeps masks.
 
     Raises:
-        ValueError: a model whose closed form is not here: another activation function than gelu or silu, or dropout in
-            a causal model.
+        ValueError: a model whose closed form is not here: another activation function than its family's own, or
+            dropout in a causal model.
     """
-    layer, ends = {"bert": _bert, "gpt_neox": _gpt_neox, "llama": _llama}[run.family](run, backend)
+    family = {"bert": _bert, "gpt2": _gpt, "gpt_neox": _gpt_neox, "llama": _llama}[run.family]
+    layer, ends = family(run, backend)
     return {"layers": run.config.num_hidden_layers * layer, "ends": ends}
 
 
@@ -76,6 +77,34 @@ def _gpt_neox(run: Run, backend: str) -> tuple[float, float]:
     return layer - fused + _sdpa(run, backend), ends + rotary
 
 
+def _gpt(run: Run, backend: str) -> tuple[float, float]:
+    config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
+    hidden, tp = config.hidden_size, run.tp
+    cut = tp if run.sequence_parallel else 1
+    ends = _causal_ends(run, backend, 8) + ID * run.sequence  # and the positions
+    if config.embd_pdrop:
+        ends += tokens * hidden * element / cut  # its mask
+    if run.checkpointing == "full":
+        return tokens * hidden * element / cut, ends
+    rates = config.attn_pdrop, config.resid_pdrop
+    if config.activation_function != "gelu_new" or any(rates):
+        raise ValueError(
+            f"no closed form for activation_function {config.activation_function!r} and dropout {rates}: only for "
+            "'gelu_new' without dropout, or with checkpointing 'full'"
+        )
+    flash = run.options.get("use_flash_attention")
+    around = tokens * 4 * hidden * element / tp  # query, key, value, output
+    if run.checkpointing == "selective":
+        attention = around
+    elif flash:
+        attention = _sdpa(run, backend)
+    else:
+        attention = around + config.num_attention_heads // tp * tokens * run.sequence * element
+    norms = tokens * (4 * hidden * element + 2 * 2 * 4) / cut  # each its input and output; mean and deviation
+    mlp = tokens * 5 * run.features * element / tp  # gelu_new is written out
+    return norms + attention + mlp, ends + (0 if flash else run.sequence**2)
+
+
 def _head(config) -> int:
     return config.hidden_size // config.num_attention_heads
 
@@ -114,6 +143,6 @@ def _bert(run: Run, backend: str) -> tuple[float, float]:
         ends += rows + 4 * element
     if run.checkpointing == "full":
         return stream, ends + tokens
-    features = tokens * config.intermediate_size * element / (run.tp if run.options.get("shard_mlp") else 1)
+    features = tokens * run.features * element / (run.tp if run.options.get("shard_mlp") else 1)
     attention = _sdpa(run, backend, masked=True, dropout=config.attention_probs_dropout_prob > 0)
     return (4 + 2 * dropout) * stream + 2 * statistics + attention + 2 * features, ends

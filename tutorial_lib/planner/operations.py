@@ -12,10 +12,10 @@ def layer_operations(run: Run) -> tuple[int, int, int, int]:
         The whole; of it query times key (as much as probabilities times value); the last multiplication; and the
         attention between the projections.
     """
-    config, tokens = run.config, run.micro_batch * run.sequence
-    hidden, (queries, keys) = config.hidden_size, qkv_features(run)
+    tokens = run.micro_batch * run.sequence
+    hidden, (queries, keys) = run.config.hidden_size, qkv_features(run)
     cut = run.tp if run.family != "bert" or run.options.get("shard_mlp") else 1
-    features = config.intermediate_size // cut
+    features = run.features // cut
     scores = 2 * tokens * run.sequence * queries
     matrices = hidden * (queries + 2 * keys) + queries * hidden
     matrices += (3 if run.family == "llama" else 2) * hidden * features

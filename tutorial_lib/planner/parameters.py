@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tutorial_lib.models import llama2
+from tutorial_lib.models.gpt_config import padded_vocabulary
 from tutorial_lib.runs import Run
 
 
@@ -41,6 +42,8 @@ def _norm(hidden: int, run: Run, bias: bool = True) -> Iterator[Parameter]:
 
 def vocabulary(run: Run) -> int:
     """Rows of the vocabulary on a rank, padding included."""
+    if run.family == "gpt2":
+        return padded_vocabulary(run.config.vocab_size, run.tp) // run.tp
     whole = run.family == "bert" and not run.options.get("shard_vocabulary")
     return run.config.vocab_size if whole else -(-run.config.vocab_size // run.tp)
 
@@ -52,6 +55,24 @@ def qkv_features(run: Run) -> tuple[int, int]:
         return config.hidden_size // tp, config.hidden_size // tp
     head, copies = config.head_dim, llama2.kv_multiplier(config, tp)
     return config.num_attention_heads // tp * head, config.num_key_value_heads * copies // tp * head
+
+
+def _gpt(run: Run) -> Iterator[Parameter]:
+    config, tp, share = run.config, run.tp, run.sequence_parallel
+    hidden, features = config.hidden_size, run.features // tp
+    table = Parameter((vocabulary(run), hidden), True)
+    yield table
+    yield Parameter((config.max_position_embeddings, hidden), True, share)
+    for _ in range(config.num_hidden_layers):
+        yield from _norm(hidden, run)
+        yield from _linear(hidden, 3 * hidden // tp)
+        yield from _linear(hidden // tp, hidden, share=share)
+        yield from _norm(hidden, run)
+        yield from _linear(hidden, features)
+        yield from _linear(features, hidden, share=share)
+    yield from _norm(hidden, run)
+    if not config.tie_word_embeddings:
+        yield table
 
 
 def _gpt_neox(run: Run) -> Iterator[Parameter]:
@@ -111,4 +132,4 @@ def _bert(run: Run) -> Iterator[Parameter]:
     yield from _linear(hidden, 2)
 
 
-_FAMILIES = {"bert": _bert, "gpt_neox": _gpt_neox, "llama": _llama}
+_FAMILIES = {"bert": _bert, "gpt2": _gpt, "gpt_neox": _gpt_neox, "llama": _llama}

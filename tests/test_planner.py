@@ -1,0 +1,175 @@
+"""The planner's closed forms against the dry run and against real steps, and its bounds against numbers done by hand."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tutorial_lib.dry_run import dry_run
+from tutorial_lib.models import gpt_neox, llama2
+from tutorial_lib.planner import (
+    INSTANCES, Plan, custom, scaled, smallest_tensor_parallel, switches, with_tensor_parallel,
+)  # fmt: skip
+from tutorial_lib.planner.__main__ import parse
+from tutorial_lib.planner.parameters import parameters
+from tutorial_lib.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
+
+from .small_runs import GPT, LLAMA, NEOX, SMALL, real_steps
+
+TRN1, H100 = INSTANCES["trn1.32xlarge"], INSTANCES["h100x8"]
+ANY = custom("cores=64,memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9")
+
+
+@pytest.mark.parametrize("name", [*SMALL, *TUTORIALS])
+def test_equals_the_dry_run(name):
+    run = SMALL[name] if name in SMALL else TUTORIALS[name]
+    dry, plan = dry_run(run), Plan(run, ANY)
+    assert sum(p.numel for p in parameters(run)) == dry.parameters
+    assert plan.nbytes == dry.nbytes
+    assert Counter(plan.collectives) == Counter(dry.collectives)
+    assert plan.operations == dry.operations
+
+
+VARIANTS = {
+    "gpt, fused": Run(GPT, 2, 1, 2, 64, checkpointing="selective", options=dict(use_flash_attention=True)),
+    "llama, fused": Run(LLAMA, 2, 1, 2, 64, options=dict(use_flash_attention=True)),
+    "neox": Run(NEOX, 2, 2, 2, 64, 2, dtype=torch.bfloat16),
+    "several buckets": Run(
+        gpt_neox.make_config("small", hidden_size=1024, intermediate_size=4096, vocab_size=50304), 2, 2, 1, 64, zero=True
+    ),
+    "bert": SMALL["bert"],
+}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "xla"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_dry_run_on_other_backends(name, backend):
+    run = VARIANTS[name]
+    dry, plan = dry_run(run, backend=backend), Plan(run, ANY, backend)
+    assert plan.nbytes == dry.nbytes
+    assert Counter(plan.collectives) == Counter(dry.collectives)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_equals_what_is_measured(ranks, name):
+    run = SMALL[name]
+    plan = Plan(run, ANY, "cpu")
+    for log, nbytes, _ in real_steps(ranks, name)[0]:
+        assert Counter(plan.collectives) == Counter(log)
+        for kind, size in nbytes.items():
+            assert plan.nbytes[kind] == pytest.approx(size, rel=2e-3), kind
+
+
+def test_three_bounds_by_hand():
+    config = gpt_neox.make_config("6.9b")
+    run = Run(config, 8, 8, 1, 2048, 4, checkpointing="full", zero=True, dtype=torch.bfloat16)
+    plan = Plan(run, TRN1)
+    assert plan.nodes == 2 and plan.fits
+
+    hidden, tokens = 4096, 2048
+    layer = 2 * tokens * 12 * hidden**2 / 8 + 4 * tokens**2 * hidden / 8
+    head = 2 * tokens * hidden * 50432 / 8
+    assert plan.operations == 4 * (32 * 4 * layer + 3 * head)
+    assert plan.times["arithmetic"] == plan.operations / 95e12
+
+    # ZeRO-1's two halves: each of 8 tensor-parallel parts crosses between the 2 nodes once each way; half of it leaves.
+    weights = 2 * sum(p.numel for p in parameters(run))
+    assert plan.times["network"] == pytest.approx(8 * 2 * weights / 2 / 100e9, rel=1e-3)
+
+    # Each micro-batch reads the weights three times.
+    held = plan.nbytes
+    moved = 4 * (3 * weights + 2 * weights + 2 * held["saved activations"]) + 2 * weights + 2 * held["optimizer"]
+    assert plan.moved_bytes == pytest.approx(moved + 2 * sum(plan.bytes_sent().values()))
+    assert plan.step_time == max(plan.times.values()) and plan.throughput == 32 / plan.step_time
+
+
+def test_nothing_crosses_a_network_that_is_not_there():
+    assert Plan(Run(NEOX, 4, 8, 1, 64), TRN1).times["network"] == 0
+    assert Plan(Run(NEOX, 4, 2, 1, 64), H100).times["network"] > 0  # its links within the node are known
+    wide = Plan(TUTORIALS["gpt-neox-20b"], H100)  # 32 ranks to a model, on four nodes each
+    leaving, _ = wide._network()
+    gathers = [c for c in wide.collectives if c.axis == "tp" and c.kind == "all_gather" and len(c.shape) == 3]
+    scatters = [c for c in wide.collectives if c.axis == "tp" and c.kind == "reduce_scatter"]
+    expected = sum(3 * 8 * c.nbytes for c in gathers) + sum(3 / 4 * c.nbytes for c in scatters)
+    assert leaving == pytest.approx(expected, rel=0.02)  # the rest is the optimizer's
+
+
+def test_published_throughputs_are_below_the_bound():
+    for name, published in PUBLISHED_THROUGHPUT.items():
+        plan = Plan(TUTORIALS[name], TRN1)
+        assert plan.fits and published < plan.throughput
+        assert plan.utilisation(published) == pytest.approx(published / plan.throughput, rel=0.1)  # arithmetic bounds it
+        # 6 operations for each parameter and token (Kaplan et al., 2020), and the attention's beside
+        parameters_of_matrices = 32 * 12 * 4096**2 + 50257 * 4096
+        a_sequence = 2048 * (6 * parameters_of_matrices + 12 * 32 * 4096 * 2048)
+        peak = 95e12 * plan.run.world_size
+        assert plan.utilisation(published) == pytest.approx(published * a_sequence / peak, rel=1e-3)
+
+
+def test_smallest_tensor_parallel_size():
+    plan = Plan(TUTORIALS["llama2-7b"], TRN1)
+    smallest = smallest_tensor_parallel(plan)
+    assert with_tensor_parallel(plan, smallest).fits
+    assert not any(p is not None and p.fits for p in (with_tensor_parallel(plan, tp) for tp in range(1, smallest)))
+    tight = custom("cores=32,memory=1e9,half_operations=1,single_operations=1,memory_bandwidth=1,network=1")
+    assert smallest_tensor_parallel(Plan(TUTORIALS["llama2-7b"], tight)) is None
+    assert with_tensor_parallel(plan, 3) is None
+
+
+def test_each_switch_does_what_it_is_known_for():
+    plan = Plan(TUTORIALS["llama2-7b"], TRN1)
+    found = switches(plan)
+    assert found["checkpointing none"].total_bytes > plan.total_bytes > found["checkpointing full"].total_bytes
+    assert found["checkpointing full"].operations > plan.operations
+    assert found["without sequence parallel"].total_bytes > plan.total_bytes
+    assert found["without ZeRO-1"].nbytes["optimizer"] > 10 * plan.nbytes["optimizer"]
+    assert found["without float32 gradients"].nbytes["gradients"] * 2 == plan.nbytes["gradients"]
+    assert found["tensor parallel 4"].nbytes["weights"] > 1.9 * plan.nbytes["weights"]
+    assert all(other.run.sequences == plan.run.sequences for other in found.values())
+
+
+def test_more_nodes():
+    plan = Plan(TUTORIALS["gpt-6.7b"], TRN1)
+    plans = scaled(plan, (1, 2, 16, 1000))
+    assert [p.run.dp for p in plans] == [4, 8, 64, 4000]
+    each = [p.throughput_in_turn / p.nodes for p in plans]
+    assert each == sorted(each, reverse=True), "a node does less the more there are"
+    assert plans[0].times["network"] == 0 < plans[1].times["network"] < plans[2].times["network"]
+    assert [p.run.sequences for p in plans[:3:2]] == [64, 1024]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: Plan(Run(GPT, 4, 9, 1, 64), TRN1), "36 is not divisible by 32"),
+        (lambda: Plan(Run(llama2.make_config("tiny", num_attention_heads=12, hidden_size=96, intermediate_size=96), 12, sequence=64), H100), "12 is not divisible by 8"),
+        (lambda: scaled(Plan(TUTORIALS["gpt-neox-20b"], H100), [1]), "1 nodes of 8 cores"),
+        (lambda: custom("cores=8,speed=3"), "unknown fields speed"),
+        (lambda: custom("cores=8,memory=3"), "lacks half_operations"),
+        (lambda: custom("cores=8,memory=x,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"), "'x'"),
+        (lambda: custom("cores=8,memory=0,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"), "memory 0"),
+        (lambda: Plan(Run(gpt_neox.make_config("tiny", hidden_act="relu"), sequence=64), TRN1).total_bytes, "'relu'"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_command_line(tmp_path, capsys):
+    text = parse(["llama2-7b", "--tp", "4", "--nodes", "2", "--no-zero", "--no-float32-gradients"]).report
+    assert "tensor parallel 4, data parallel 16" in text and "sequences/s at most" in text and "with ZeRO-1" in text
+    LLAMA.save_pretrained(tmp_path)
+    chosen = parse([str(tmp_path), "--tp", "2", "--sequence", "128", "--dtype", "bfloat16", "--instance", "h100x8"])
+    assert chosen.plan.run == Run(chosen.plan.run.config, 2, sequence=128, dtype=torch.bfloat16)
+    assert chosen.plan.run.config.hidden_size == LLAMA.hidden_size
+    for arguments, message in [
+        (["llama2-7b", "--tp", "5"], "32 is not divisible by 5"),
+        (["nothing"], "'nothing' is neither a folder nor one of"),
+        (["llama2-7b", "--dp", "4", "--nodes", "2"], "say the same thing twice"),
+        (["llama2-7b", "--checkpointing", "some"], "'some' of llama is not one of"),
+        (["llama2-7b", "--instance", "p5"], "unknown fields p5"),
+    ]:
+        with pytest.raises(SystemExit):
+            parse(arguments)
+        assert message in " ".join(capsys.readouterr().err.split())
