@@ -198,6 +198,7 @@ def test_source_with_and_without_docstrings():
         lambda: show.mesh_grid([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
         lambda: show.slices((256, 1024), 4, 1, "columns"),
         lambda: show.slices((1024, 256), 4, 0),
+        lambda: show.strips({"first": [(3, 60), (7, 5)], "second": [(7, 65)]}, "samples"),
         lambda: show.curves({"dp": [3.0, 2.0], "tp": [3.0, 2.0]}),
         lambda: show.bars({"all_reduce": [6e6] * 4}, {"all_reduce": [6e6] * 4}, "bytes"),
     ],

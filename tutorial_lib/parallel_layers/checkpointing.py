@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import tensors
-from ..checkpoint.ranks import in_turn, my_place, together
+from ..checkpoint import ranks, tensors  # may be what imports this: no names of it
 from . import parallel_state
 from .sharding import partition_of
 
 
 def _path(folder: str, xser: bool, master_dp_only: bool) -> Path:
-    place = my_place()
+    place = ranks.my_place()
     name = f"tp_rank_{place.tp:02d}_pp_rank_{place.pp:02d}" + (
         "" if master_dp_only else f"_dp_rank_{place.dp:02d}"
     )
@@ -50,17 +49,17 @@ def save(
         ValueError: an object that is neither tensors nor plain data, with its place; on every rank.
         OSError: full disk, read-only folder, …, with the path; on every rank.
     """
-    together(tensors.check, checkpoint, "checkpoint")
+    ranks.together(tensors.check, checkpoint, "checkpoint")
     path = _path(output_dir, save_xser, master_dp_only)
 
     def write() -> None:
-        if master_dp_only and my_place().dp > 0:
+        if master_dp_only and ranks.my_place().dp > 0:
             return
         value = _to_bf16(checkpoint) if down_cast_bf16 else checkpoint
         path.parent.mkdir(parents=True, exist_ok=True)
         (tensors.save_xser if save_xser else tensors.save_plain)(value, path)
 
-    in_turn(write, 1) if save_serially and not save_xser else together(write)
+    ranks.in_turn(write, 1) if save_serially and not save_xser else ranks.together(write)
 
 
 def _to_bf16(value):
@@ -143,7 +142,8 @@ def load(
         # The rest outlives the file, so it must not lie in it.
         return tensors.to_host(found, copy=True)
 
-    return together(read) if os.environ.get("NXD_SKIP_RENDEZVOUS") == "1" else in_turn(read, 1)
+    at_once = os.environ.get("NXD_SKIP_RENDEZVOUS") == "1"
+    return ranks.together(read) if at_once else ranks.in_turn(read, 1)
 
 
 def get_sharded_model_dict(model: nn.Module, model_state_dict: dict) -> dict:

@@ -143,23 +143,21 @@ def bars(
     return Picture(figure)
 
 
-def strips(rows: Sequence[Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token") -> Picture:
-    """A row of pieces for each entry, from the left: `(number, length)`, a colour for each number.
-
-    Neighbours of one number are drawn apart, so that their border shows.
-    """
-    figure, (axes,) = _axes(0.7 + 0.3 * len(rows))
-    numbers = list(dict.fromkeys(number for row in rows for number, _ in row))
-    for place, row in enumerate(rows):
-        left = 0
+def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token") -> Picture:
+    """For each name a row of pieces from the left, `(number, length)`: a colour for each number."""
+    figure, (axes,) = _axes(0.8 + 0.26 * len(rows))
+    numbers = list(dict.fromkeys(number for row in rows.values() for number, _ in row))
+    for place, row in enumerate(rows.values()):
+        left, whole = 0, sum(length for _, length in row)
         for number, length in row:
             fill = colour(numbers.index(number))
-            axes.barh(place, length, left=left, height=0.7, color=fill, edgecolor="white", lw=1.2)
-            if length >= 0.06 * sum(length for _, length in row):
-                axes.text(left + length / 2, place, str(number), ha="center", va="center", fontsize=8, color="white", weight="bold")
+            axes.barh(place, length, left=left, height=0.74, color=fill, edgecolor="white", lw=1.2)
+            if length > 0.05 * whole:
+                middle = left + length / 2
+                axes.text(middle, place, str(number), ha="center", va="center", fontsize=8, color="white")
             left += length
     axes.set(title=title)
     axes.set_xlabel(xlabel, fontsize=9)
-    axes.set_yticks(range(len(rows)))
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     return Picture(figure)

@@ -1,5 +1,7 @@
 """A GPT run into a checkpoint and out of it, with schedule, random states and data position."""
 
+from pathlib import Path
+
 import torch.distributed as dist
 
 from tutorial_lib.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
@@ -14,7 +16,7 @@ def load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
     folder = arguments.load_dir
     if folder is None or not from_rank_zero(lambda: has_checkpoint(folder)):
         if folder is not None and dist.get_rank() == 0:
-            print(f" no checkpoint in {folder}: starting anew", flush=True)
+            print(f" no checkpoint in {Path(folder).name}: starting anew", flush=True)
         return 0
     separate_replicas()  # where the checkpoint is of another mesh, its random states do not fit
     content = load_checkpoint(
@@ -22,7 +24,7 @@ def load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
     )
     together(sampler.load_state_dict, content["sampler"])
     if dist.get_rank() == 0:
-        print(f" loaded iteration {content['iteration']} from {folder}", flush=True)
+        print(f" loaded iteration {content['iteration']} of {Path(folder).name}", flush=True)
     return content["iteration"]
 
 

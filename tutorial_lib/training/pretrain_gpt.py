@@ -73,7 +73,7 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
     Raises:
         ValueError: arguments that do not fit together, the ranks, the data or the machine; on all.
     """
-    together(arguments.check, dist.get_world_size())
+    arguments.check(dist.get_world_size())  # the same on every rank, and there is no mesh yet
     nxd_config = _nxd_config(arguments)  # and the mesh
     dp_size = parallel_state.get_data_parallel_size()
     batch, accumulation = arguments.batch(dp_size), arguments.accumulation(dp_size)
