@@ -1,5 +1,5 @@
-"""To and from Hugging Face: a folder of several files is split over ranks, loaded, saved, merged, and
-opens there again, bit for bit; and the ranks' logits are Hugging Face's.
+"""To and from Hugging Face: a folder of several files is split over ranks, loaded, saved, merged,
+and opens there again, bit for bit; and the ranks' logits are Hugging Face's.
 """
 
 import pytest
@@ -23,6 +23,7 @@ CASES = {
         "llama",
         {"num_key_value_heads": 2, "head_dim": 6},
     ),  # four ranks share two key and value heads
+    "gpt2": ("gpt2", {}),  # three fused matrices, their columns cut; some ranks hold padding only
     "llama tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 IDS = torch.arange(1, 1 + 2 * LENGTH).reshape(2, LENGTH)

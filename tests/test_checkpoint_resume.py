@@ -1,5 +1,5 @@
-"""A run that stops, is loaded in new processes and goes on equals one that never stopped: losses and
-weights, bit for bit.
+"""A run that stops, is loaded in new processes and goes on equals one that never stopped: losses
+and weights, bit for bit.
 
 It stops in the middle of an epoch, accumulates gradients, drops out, and has a schedule.
 """
@@ -59,8 +59,8 @@ class Run:
             {name: tensor.to(xla_device()) for name, tensor in batch.items()} for batch in batches
         )
         done = train(
-            self.model, self.optimizer, moved, steps=STEPS, start_step=start, scheduler=self.schedule,
-            sampler=self.sampler, on_step=on_step,
+            self.model, self.optimizer, moved, steps=STEPS, start_step=start,
+            scheduler=self.schedule, sampler=self.sampler, on_step=on_step,
             gradient_accumulation_steps=GLOBAL_BATCH // self.sampler.global_batch_size,
         )  # fmt: skip
         return [
@@ -128,6 +128,7 @@ GRID = list(product(TINY, (False, True), (False, True), (False, True)))
 COVERING = [
     ("bert", True, True, True), ("bert", False, False, False), ("gpt_neox", True, False, True),
     ("gpt_neox", False, True, False), ("llama", True, True, False), ("llama", False, False, True),
+    ("gpt2", True, False, False), ("gpt2", False, True, True),
 ]  # fmt: skip
 
 
@@ -150,6 +151,7 @@ RESHARDED = [
     ("gpt_neox", False, 4, 4),
     ("gpt_neox", True, 2, 2),
     ("llama", True, 4, 4),
+    ("gpt2", True, 4, 4),
 ]
 
 
@@ -159,6 +161,7 @@ def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):
     )  # at another mesh other random numbers would be drawn
     arguments = (str(tmp_path), kind, zero)
     (records, weights), *_ = ranks(never_stopped, *arguments, world_size=4, tp=2, **options)
+    options["micro_batch"] = min(2, GLOBAL_BATCH * tp // world_size // 2)  # an epoch ends evenly
     for again, resumed in ranks(gone_on, *arguments, world_size=world_size, tp=tp, **options):
         assert torch.tensor(again).sub(torch.tensor(records)).abs().max() <= 1e-7
         for name, tensor in weights.items():

@@ -1,5 +1,5 @@
-"""Every model that the course trains, as small as it can be: cut over the ranks, Hugging Face's, and
-what they are fed.
+"""Every model that the course trains, as small as it can be: cut over the ranks, Hugging Face's,
+and what they are fed.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
-from tutorial_lib.models import bert, gpt_neox, llama2
+from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 
 VOCABULARY, LENGTH = 97, 16  # no tensor-parallel size divides the vocabulary
 SIZES = dict(
@@ -69,6 +69,12 @@ TINY = {
         llama2.LlamaForCausalLM,
         transformers.LlamaForCausalLM,
         dropout=("attention_dropout",),
+    ),
+    "gpt2": Tiny(
+        _config(transformers.GPT2Config, n_inner=64, use_cache=False),
+        gpt.GPT2LMHeadModel,
+        transformers.GPT2LMHeadModel,
+        dropout=("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     ),
 }
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..parallel_layers.random import set_rng_state
 from . import background, layout, ranks, reader, tags
-from .optimizer_state import load_into_optimizer
+from .optimizer_state import load_optimizer, read_optimizer
 from .save import parameter_names
 
 
@@ -62,18 +62,22 @@ def load_checkpoint(
     source = ranks.together(reader.Reader, chosen)
     place, same = ranks.my_place(), ranks.together(_same_mesh, source)
     if model is not None:
+        if source.layouts is None and not isinstance(model, dict):
+            live = model.state_dict(keep_vars=True)
+            ranks.from_rank_zero(lambda: _check_shared_parts(source, live))
         weights = ranks.in_turn(lambda: _weights(source, model, place, strict), num_workers)
         ranks.together(
             lambda: _load_model(model, weights, strict, source.model_file(place.tp, place.pp))
         )
         del weights
     if optimizer is not None:
-        ranks.in_turn(
-            lambda: load_into_optimizer(
-                source, model, optimizer, parameter_names(model, optimizer)
-            ),
-            num_workers,
+        targets, names = None, parameter_names(model, optimizer)
+        if isinstance(model, torch.nn.Module):
+            targets, _ = layout.describe(model.state_dict(keep_vars=True))
+        state = ranks.in_turn(
+            lambda: read_optimizer(source, targets, optimizer, names), num_workers
         )
+        ranks.together(load_optimizer, optimizer, state)
     if scheduler is not None:
         scheduler.load_state_dict(ranks.together(source.object, "scheduler.pt"))
     if restore_random_state or (restore_random_state is None and optimizer is not None):
@@ -122,6 +126,22 @@ def _weights(source: reader.Reader, model, place: ranks.Place, strict: bool) -> 
         )
     targets, ties = layout.describe(model.state_dict(keep_vars=True))
     return source.resharded(targets, ties, place.tp, strict)
+
+
+def _check_shared_parts(source: reader.Reader, live: dict) -> None:
+    """Raises ValueError where another library wrote parts that several ranks share, and had other
+    ranks share them than the neighbours that do here.
+    """
+    targets, _ = layout.describe(live)
+    for name, saved in source.guess(targets).items():
+        if saved.partition is None or max(saved.partition.replicas) == 1:
+            continue
+        for rank, _ in source.differing_parts(name, saved):
+            raise ValueError(
+                f"{source.model_file(rank)}: {name} is not what the rank before has of it. Key and "
+                f"value heads lie on the {source.tp} ranks in another order than here, and there "
+                "is no metadata.json to say which"
+            )
 
 
 def _load_model(model, weights: dict, strict: bool, file: Path) -> None:

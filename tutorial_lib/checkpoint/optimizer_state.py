@@ -11,7 +11,7 @@ import torch
 
 from ..optimizer.shards import take_shard
 from . import ranks
-from .layout import Layout, describe
+from .layout import Layout
 from .reader import Reader
 
 MASTER = "sharded_master_weights"
@@ -104,16 +104,22 @@ class SavedOptimizer:
         return part[: shape.numel()].view(shape)
 
 
-def load_into_optimizer(source: Reader, model, optimizer, names: list[str] | None) -> None:
-    """Loads this rank's optimizer state, cut anew where the mesh or the kind of optimizer is
+def read_optimizer(
+    source: Reader, targets: dict[str, Layout] | None, optimizer, names: list[str] | None
+) -> dict:
+    """This rank's state dict of an optimizer, cut anew where the mesh or the kind of optimizer is
     another.
+
+    Args:
+        targets: the layout of each parameter here, by its name.
+        names: of the optimizer's parameters, in the order of its groups.
 
     Raises:
         FileNotFoundError: the checkpoint has no optimizer state. A fresh optimizer is never taken
             instead.
         ValueError: it is of other parameters, or cannot be cut so; with both sizes.
     """
-    if not (source.path / "optim").is_dir():
+    if not source.has_optimizer:
         raise FileNotFoundError(
             f"{source.path / 'optim'} is missing: the checkpoint was saved without an optimizer"
         )
@@ -131,11 +137,16 @@ def load_into_optimizer(source: Reader, model, optimizer, names: list[str] | Non
         names == saved_names or None in (names, saved_names),
         isinstance(optimizer, dict),
     )
+    return _cut_anew(source, targets, live, names) if state is None else state
+
+
+def load_optimizer(optimizer, state: dict) -> None:
+    """Loads what `read_optimizer` gave, on every rank at the same time: ZeRO-1 gathers weights from
+    its masters.
+    """
     if isinstance(optimizer, dict):
         optimizer.update(state)
         return
-    if state is None:
-        state = _cut_anew(source, model, live, names)
     optimizer.load_state_dict(state)
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without the trainer's wrapper
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
@@ -163,16 +174,17 @@ def _as_saved(source: Reader, live: dict, same_order: bool, into_dict: bool) -> 
     return None
 
 
-def _cut_anew(source: Reader, model, live: dict, names: list[str] | None) -> dict:
+def _cut_anew(
+    source: Reader, targets: dict[str, Layout] | None, live: dict, names: list[str] | None
+) -> dict:
     place, tp = ranks.my_place(), ranks.mesh()["tp"]
-    if names is None:
+    if names is None or targets is None:
         raise ValueError(
             f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with "
             f"{source.zero_degree} shards, "
             f"this run has {tp} and {place.replicas if 'base_state' in live else 1}: to have it "
             "cut anew, give the model too"
         )
-    targets, _ = describe(model.state_dict(keep_vars=True))
     saved = SavedOptimizer(source, names, source.layouts or source.guess(targets))
     return _resharded(saved, targets, live, names, place)
 

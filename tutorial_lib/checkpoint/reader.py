@@ -91,6 +91,10 @@ class Reader:
     def step(self) -> int | None:
         return self._checkpoint.step
 
+    @property
+    def has_optimizer(self) -> bool:
+        return any(self._shards("optim"))
+
     def files(self) -> list[Path]:
         """The file of each shard, of the model first."""
         return [
@@ -158,6 +162,17 @@ class Reader:
                 f"{layout.local_shape()} was expected"
             )
         return file, entry
+
+    def differing_parts(self, name: str, layout: Layout) -> Iterator[tuple[int, int]]:
+        """`(rank, where in the full tensor)` of parts that ranks share and do not have alike."""
+        held: dict[tuple[int, int], torch.Tensor] = {}
+        for rank in range(self.tp):
+            file, entry = self.entry(name, rank, layout)
+            shard = file.read(entry)
+            for start, local, length in layout.partition.pieces(rank):
+                part = shard.narrow(layout.partition.dim, local, length)
+                if not torch.equal(held.setdefault((start, length), part), part):
+                    yield rank, start
 
     def resharded(
         self, targets: dict[str, Layout], ties: list[list[str]], rank: int, strict: bool

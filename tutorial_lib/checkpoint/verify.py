@@ -66,17 +66,18 @@ def _tensor(reader: Reader, name: str, layout: Layout) -> Iterator[str]:
     """Shapes, dtypes, and what several ranks hold alike: replicated tensors, and shared parts of
     sharded ones.
     """
-    held: dict[tuple[int, int], torch.Tensor] = {}
-    whole = None
+    whole, right = None, True
     for rank in range(reader.tp):
         file = reader.lazy(reader.model_file(rank))
         if name not in file.index:
             yield f"{file.path} holds no tensor {name}"
+            right = False
             continue
         entry = file.index[name]
         if tuple(entry.shape) != layout.local_shape() or entry.dtype != layout.dtype:
             wanted = f"{layout.local_shape()} {layout.dtype}"
             yield f"{file.path}: {name} is {tuple(entry.shape)} {entry.dtype}, not {wanted}"
+            right = False
             continue
         if layout.partition is None:
             shard = file[name]
@@ -84,12 +85,9 @@ def _tensor(reader: Reader, name: str, layout: Layout) -> Iterator[str]:
                 whole = shard
             elif not torch.equal(whole, shard):
                 yield f"{name} is replicated and differs between ranks 0 and {rank}"
-        elif any(replicas > 1 for replicas in layout.partition.replicas):
-            shard = file[name]
-            for start, local, length in layout.partition.pieces(rank):
-                part = shard.narrow(layout.partition.dim, local, length)
-                if not torch.equal(held.setdefault((start, length), part), part):
-                    yield f"{name}: rows from {start} are shared and differ on rank {rank}"
+    if right and layout.partition is not None and max(layout.partition.replicas) > 1:
+        for rank, start in reader.differing_parts(name, layout):
+            yield f"{name}: rows from {start} are shared and differ on rank {rank}"
 
 
 def _ties(reader: Reader) -> Iterator[str]:

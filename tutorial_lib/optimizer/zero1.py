@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tutorial_lib.checkpoint import zero1_files
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
     clip_coefficient,
@@ -258,6 +259,28 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if "sharded_master_weights" in state_dict:
             with torch.no_grad():
                 self._gather(list(self.pairs()))
+
+    def save_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """Writes the `state_dict` of every rank into a folder: `optim.dp_rank_DD.tp_rank_TT`.
+
+        Args:
+            output_dir: on a file system that all ranks see.
+            num_workers_per_step: how many ranks of a node write at a time.
+
+        Raises:
+            OSError: full disk, read-only folder, …, with the path; on every rank.
+        """
+        zero1_files.save(self, output_dir, num_workers_per_step)
+
+    def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """Loads what `save_sharded_state_dict` wrote, here or in the vendor's library, on a mesh of
+        any size. Load the model first, as for `load_state_dict`.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, broken, or of another model; with its
+                name, on every rank.
+        """
+        zero1_files.load(self, output_dir, num_workers_per_step)
 
 
 def _accumulate(param: torch.Tensor, dtype: torch.dtype) -> None:

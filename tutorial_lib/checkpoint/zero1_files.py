@@ -1,0 +1,70 @@
+"""The files of `NeuronZero1Optimizer.save_sharded_state_dict`: `optim.dp_rank_DD.tp_rank_TT`, one
+for each rank, without a model beside them.
+
+The optimizer's state of any mesh is read, by the same way as from a checkpoint, for a parameter
+knows itself how it is cut. `save_checkpoint` is built for more.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import ranks, tensors
+from .layout import layout_of
+from .optimizer_state import load_optimizer, read_optimizer
+from .reader import Reader
+from .tags import Complete
+
+SHARD = re.compile(r"optim\.dp_rank_(\d+)\.tp_rank_(\d+)")
+
+
+class _Folder(Reader):
+    """A folder of these files as a checkpoint of which there is the optimizer only."""
+
+    def __init__(self, folder: Path):
+        super().__init__(Complete(folder.name, folder, None, 0, {}, {}))
+        for dp in range(self.zero_degree):
+            for tp in range(self.tp):
+                if not (file := self.optimizer_file(dp, tp)).is_file():
+                    raise FileNotFoundError(f"{file} is missing")
+
+    def _shards(self, part: str) -> Iterator[tuple[int, int, int]]:
+        if part == "optim" and self.path.is_dir():
+            for file in self.path.iterdir():
+                if match := SHARD.fullmatch(file.name):
+                    yield int(match[1]), int(match[2]), 0
+
+    def optimizer_file(self, dp: int, tp: int, pp: int = 0) -> Path:
+        return _file(self.path, dp, tp)
+
+
+def _file(folder: Path, dp: int, tp: int) -> Path:
+    return folder / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"
+
+
+def save(optimizer, folder: str | Path, num_workers: int) -> None:
+    """Writes this rank's state; see `NeuronZero1Optimizer.save_sharded_state_dict`."""
+    place, folder, mesh = ranks.my_place(), Path(folder), ranks.mesh()
+    state = {**optimizer.state_dict(), "dp_rank": place.dp, "tp_rank": place.tp}
+
+    def prepare() -> None:
+        """Makes the folder, without what a larger mesh may have left there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            match = SHARD.fullmatch(file.name)
+            if match and (int(match[1]) >= place.replicas or int(match[2]) >= mesh["tp"]):
+                file.unlink()
+
+    ranks.from_rank_zero(prepare)
+    ranks.in_turn(lambda: tensors.save_plain(state, _file(folder, place.dp, place.tp)), num_workers)
+
+
+def load(optimizer, folder: str | Path, num_workers: int) -> None:
+    """Loads this rank's state; see `NeuronZero1Optimizer.load_sharded_state_dict`."""
+    source = ranks.together(_Folder, Path(folder))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    targets = {str(number): layout_of(parameter) for number, parameter in enumerate(parameters)}
+    state = ranks.in_turn(
+        lambda: read_optimizer(source, targets, optimizer, list(targets)), num_workers
+    )
+    ranks.together(load_optimizer, optimizer, state)
