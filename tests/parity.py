@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tutorial_lib.launch import mark_step
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
@@ -42,7 +43,12 @@ def train_together(
     )
     optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
-    mine = [micro_batch(index) for index in range(steps * accumulation * dp_size) if index % dp_size == dp_rank]
+    device = next(model.parameters()).device
+    mine = [
+        {name: tensor.to(device) for name, tensor in micro_batch(index).items()}
+        for index in range(steps * accumulation * dp_size)
+        if index % dp_size == dp_rank
+    ]
     first, original = {}, optimizer.step
 
     def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -56,7 +62,10 @@ def train_together(
 
     optimizer.step = step
     done = train(model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation)
-    return [s.loss for s in done], [s.grad_norm for s in done], first, full_tensors(model)
+    final = full_tensors(model)
+    mark_step()
+    on_host = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (first, final)]
+    return [s.loss for s in done], [s.grad_norm for s in done], *on_host
 
 
 def assert_same(found, expected, tolerance: float = 1e-10) -> None:

@@ -377,6 +377,27 @@ def test_three_meshes_one_after_the_other(backend):
 
 
 @pytest.mark.slow
+def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kernel():
+    try:
+        check_backend("xla")
+    except ValueError as error:
+        pytest.skip(str(error))
+    with Notebook() as notebook:
+        notebook.run("from tutorial_lib.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()")
+        for _ in range(2):
+            said = notebook.fail(
+                "%%px\nfrom tutorial_lib.launch import mark_step\nfrom tutorial_lib.parallel_layers import comm\n"
+                "total = comm.all_reduce('sum', torch.ones(3, device=device))\n"
+                "if rank == 1:\n    raise KeyError('k')\nmark_step()",
+                within=30,
+            )
+            assert "RankError: rank 1: KeyError: 'k'" in said, said
+            assert "rank 0 waited in mark_step (at: mark_step())" in said, said
+            notebook.run("mesh.recover()")
+            notebook.run("mesh.check()")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux's unshare to change the host name")
 def test_a_host_name_that_does_not_resolve(tmp_path):
     source = write(tmp_path / "in.ipynb", SETUP, "mesh.check(); mesh.close()")

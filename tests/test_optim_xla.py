@@ -146,6 +146,21 @@ def test_dropout_streams(ranks, tp):
     assert abs((replicated > 0).float().mean() - 0.5) < 0.05
 
 
+def seed_after_a_round_trip(seed):
+    import torch_xla.core.xla_model as real
+
+    real.set_rng_state(seed)
+    state = random.get_rng_state()
+    real.set_rng_state(1)
+    random.set_rng_state(state)
+    return real.get_rng_state()
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_every_state_of_the_default_stream_survives_a_checkpoint(ranks, seed):
+    assert ranks(seed_after_a_round_trip, seed, world_size=2, tp=2, backend="xla") == [seed, seed]
+
+
 def recompute(checkpointed):
     random.model_parallel_xla_manual_seed(5)
     device = xm.xla_device()

@@ -158,3 +158,19 @@ def mark_step() -> None:
         import torch_xla
 
         torch_xla.sync()
+
+
+def compilations() -> int:
+    """How many graphs this process has compiled; 0 where nothing is traced."""
+    if not uses_xla():
+        return 0
+    import torch_xla.debug.metrics
+
+    # Those that torch-xla compiles itself: all on Trainium; elsewhere what was read without an end of the step.
+    timed = torch_xla.debug.metrics.metric_data("CompileTime")
+    own = 0 if timed is None else timed[0]
+    if on_trainium():
+        return own
+    from tutorial_lib import xla_cpu
+
+    return own + xla_cpu.compilations()

@@ -17,7 +17,7 @@ import psutil
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and the store have no exception class for it
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
-    "Socket closed", "failed to recv", "Watchdog caught collective operation timeout",
+    "Socket closed", "failed to recv", "Watchdog caught collective operation timeout", "could not finish its step",
 )  # fmt: skip
 MAX_FRAMES = 12  # lines of a traceback that a reader is shown
 _shell = None
@@ -107,6 +107,20 @@ def value(expression: str):
     return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), result)
 
 
+def compilations() -> int:
+    """How many graphs this rank has compiled."""
+    from tutorial_lib import launch
+
+    return launch.compilations()
+
+
+def hlo_texts() -> list[str]:
+    """The graphs that this rank has run, the newest last; none where they cannot be had."""
+    if (xla_cpu := sys.modules.get("tutorial_lib.xla_cpu")) is None or not xla_cpu.is_started():
+        return []
+    return [xla_cpu.hlo_text(graph) for graph in range(xla_cpu.graphs())]
+
+
 def assign(values: dict) -> None:
     """Sets variables in the engine's namespace."""
     _shell.user_ns.update(values)
@@ -154,6 +168,9 @@ def _describe(frames: list[traceback.FrameSummary]) -> dict:
     collectives = (os.path.join(PACKAGE_DIR, "parallel_layers", "comm.py"), "/torch/distributed/")
     waits = (f.name for f in frames if any(place in f.filename for place in collectives) and f.name != "wrapper")
     collective = next(waits, None)
+    xla = [os.path.basename(f.filename) for f in frames if f.filename.startswith(os.path.join(PACKAGE_DIR, "xla_cpu"))]
+    if "client.py" in xla and "compiler.py" not in xla:  # in the graph, with the other ranks
+        collective = collective or "mark_step"
     return {
         "frames": lines,
         "line": (own[-1].line or "").strip() if own else None,

@@ -223,6 +223,17 @@ class Mesh:
         """The value of a variable (or expression) on each rank, in rank order; tensors are copied to the host."""
         return self._call(engine.value, expression)
 
+    def compilations(self) -> int:
+        """How many graphs the ranks have compiled since they started, all together; 0 on a backend that traces none."""
+        return sum(self._call(engine.compilations))
+
+    def hlo_texts(self) -> list[str]:
+        """Rank 0's graphs as the compiler got them, for `tutorial_lib.xla_cpu.graphs`, in the order of their first use.
+
+        None on Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
+        """
+        return self._call(engine.hlo_texts)[0]
+
     def _call(self, function, *args) -> list:
         self._require_ranks()
         tasks = {rank: view.apply_async(function, *args) for rank, view in enumerate(self._engines.views)}

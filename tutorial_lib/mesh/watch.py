@@ -161,16 +161,22 @@ class Watch:
         return pending
 
     def _report(self, rank: int) -> dict | None:
-        if rank in self.dead:
-            return {"error": _cause_of_death(self._processes[rank]), "frames": [], "line": None, "waited_in": None}
-        try:
-            self._tasks[rank].get(timeout=PATIENCE)
-        except ipp.error.RemoteError as error:
+        # What a rank raised before it died says more than its death: cutting connections may have killed it.
+        dead = rank in self.dead
+        if not dead or self._tasks[rank].ready():
             try:
-                return json.loads(error.traceback)
-            except ValueError:  # raised by IPython itself, such as for an unknown magic, and so without a traceback
-                return {"error": f"{error.ename}: {error.evalue}", "frames": [], "line": None, "waited_in": None}
-        return None
+                self._tasks[rank].get(timeout=PATIENCE)
+            except ipp.error.RemoteError as error:
+                try:
+                    return json.loads(error.traceback)
+                except ValueError:  # raised by IPython itself, such as for an unknown magic, and so without a traceback
+                    if not dead:
+                        return _without_place(f"{error.ename}: {error.evalue}")
+        return _without_place(_cause_of_death(self._processes[rank])) if dead else None
+
+
+def _without_place(error: str) -> dict:
+    return {"error": error, "frames": [], "line": None, "waited_in": None}
 
 
 def is_alive(process: psutil.Process) -> bool:

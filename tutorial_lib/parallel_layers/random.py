@@ -47,7 +47,8 @@ def _default_state() -> State:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if _xla():
-        state["xla"] = torch.tensor(_xla().get_rng_state(), dtype=torch.int64)
+        seed = _xla().get_rng_state()  # 64 bits without a sign
+        state["xla"] = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
     return state
 
 
@@ -56,7 +57,7 @@ def _set_default_state(state: State) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "xla" in state and _xla():
-        _xla().set_rng_state(state["xla"].item())
+        _xla().set_rng_state(state["xla"].item() % 2**64)
 
 
 def _seed_default(seed: int) -> None:

@@ -96,9 +96,17 @@ def collectives(graph: int | None = None) -> list[Collective]:
         graph: index of one graph, in the order of first use (-1 for the newest); by default all graphs. A graph counts
             once, however often it ran.
     """
-    graphs = list(_started().client.graphs.values())
-    chosen = graphs if graph is None else [graphs[graph]]
-    return find_collectives([g.hlo_text for g in chosen])
+    count = graphs()
+    return find_collectives([hlo_text(i) for i in (range(count) if graph is None else [graph])])
+
+
+def hlo_text(graph: int = -1) -> str:
+    """A graph as torch-xla traced it, before XLA's own passes: what a compiler for Trainium would get.
+
+    Args:
+        graph: its index in the order of first use; by default the newest.
+    """
+    return list(_started().client.graphs.values())[graph].hlo_text
 
 
 def _started():

@@ -32,7 +32,7 @@ class Graph:
 
     @cached_property
     def hlo_text(self) -> str:
-        """As torch-xla traced it, before XLA's own passes: what a compiler for Trainium would get."""
+        """See `tutorial_lib.xla_cpu.hlo_text`."""
         return self._computation.as_hlo_text()
 
 

@@ -1,4 +1,4 @@
-"""The collectives of a graph, read from its HLO: what each rank really exchanges in a step."""
+"""What is in a graph, read from its HLO: what each rank really exchanges in a step, and which masks are constants."""
 
 import math
 import re
@@ -52,6 +52,34 @@ def find_collectives(hlo_texts: Iterable[str]) -> list[Collective]:
             if re.fullmatch(_KINDS, match["op"]):
                 found.update(_read(match, shapes, roots))
     return [collective._replace(count=count) for collective, count in found.items()]
+
+
+def find_masks(hlo_text: str, length: int) -> dict[tuple[int, ...], bool]:
+    """The tensors of truth values `[…, length, length]` of a graph, by shape, and whether they are constants.
+
+    A constant one follows from the program alone: no input of the graph has a part in it, so that the compiler can
+    compute it once, and nobody has to send it to the device.
+    """
+    constant: dict[str, bool | list[bool]] = {}  # of a tuple's parts each
+    masks: dict[tuple[int, ...], bool] = {}
+    for match in filter(None, map(_INSTRUCTION.match, hlo_text.splitlines())):
+        parts = [constant.get(o.split()[-1].lstrip("%"), False) for o in match["operands"].split(", ") if o]
+        op, name = match["op"], match["name"]
+        if op in ("constant", "iota"):
+            constant[name] = True
+        elif op == "tuple":
+            constant[name] = parts
+        elif op == "opt-barrier":  # changes nothing, and stands before what is computed again
+            constant[name] = parts[0]
+        elif op == "get-tuple-element" and isinstance(parts[0], list):
+            constant[name] = parts[0][int(re.search(r"index=(\d+)", match["rest"])[1])]
+        else:
+            constant[name] = op != "parameter" and all(part is True for part in parts)
+        dtype, sizes = _SHAPE.search(match["shape"]).groups()
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        if dtype == "pred" and shape[-2:] == (length, length) and not match["shape"].startswith("("):
+            masks[shape] = masks.get(shape, True) and constant[name] is True
+    return masks
 
 
 def _read(match: re.Match, shapes: dict[str, str], roots: dict[str, str]) -> list[Collective]:
