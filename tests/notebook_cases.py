@@ -26,6 +26,12 @@ PARAMETER_SETS = {
         {"world_size": 2, "tp_size": 2, "checkpointing": "selective+mlp", "sequence_parallel": False, "steps": 3},
         {"world_size": 2, "tp_size": 2, "steps": 4, "seq_length": 32, "seed": 1},
     ],
+    "05_megatron_gpt_pretraining": [
+        {"world_size": 2, "tp_size": 2, "steps": 6, "global_batch_size": 8},
+        {"tp_size": 4, "steps": 6, "sequence_parallel": False, "seq_length": 32},
+        {"tp_size": 1, "steps": 6, "dropout": 0.0, "sequence_parallel": False},
+        {"backend": "xla", "world_size": 2, "tp_size": 2, "steps": 6, "global_batch_size": 8},
+    ],
 }
 
 # The parameters, and the numbers that the error has to name.
@@ -61,6 +67,14 @@ BAD_PARAMETERS = {
         ({"checkpointing": "most"}, ["'most'", "selective+mlp"]),
         ({"kv_heads": 3, "tp_size": 2}, [3, 2]),
     ],
+    "05_megatron_gpt_pretraining": [
+        ({"tp_size": 3}, [4, 3]),
+        ({"world_size": 8, "tp_size": 8}, ["heads", 4, 8]),
+        ({"global_batch_size": 20}, [20, 8]),
+        ({"seq_length": 300}, [300, 256]),
+        ({"preset": "full"}, ["53,346,435,072", "bytes"]),
+        ({"steps": 3}, [3, 4]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
@@ -70,6 +84,7 @@ QUICK = {
     "02_bert_tensor_parallel": {"world_size": 2, "steps": 4, "global_batch_size": 8},
     "03_gpt_neox_sequence_parallel": {"world_size": 2, "steps": 4, "batch_size": 2},
     "04_llama2_selective_checkpointing": {"steps": 6},  # of fewer the loss need not fall
+    "05_megatron_gpt_pretraining": {"world_size": 2, "steps": 6, "global_batch_size": 8},
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
@@ -144,6 +159,19 @@ MISTAKES = {
         {
             "probabilities": ("mebibytes = 64", "off by 64, because a number has 2 bytes"),
             "batch": ("micro_batches = 256", "off by 192, because there are 4 instances"),
+        },
+    ],
+    "05_megatron_gpt_pretraining": [
+        {
+            "padding": (
+                "rows_8, rows_32 = 50304, 50304",
+                "because each rank has a multiple of 128 rows",
+            ),
+            "hours": ("micro_batches, hours = 64, 24.4", "because 4 replicas share the 64 samples"),
+        },
+        {
+            "padding": ("rows_8, rows_32 = 6400, 1664", "because that is one rank's"),
+            "hours": ("micro_batches, hours = 16, 24.0", "off by 0.35"),
         },
     ],
 }

@@ -393,7 +393,9 @@ def losses(log: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.grid)]
+)
 def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
     given = arguments(
         data,

@@ -3,8 +3,8 @@
 Tokens a second of `preprocess_data` at one and two workers, beside megatron-core's builder fed by
 the same tokenizer the way Megatron-LM's own script does it (a pool of processes, one line a task,
 one `add_document` a line); seconds and memory for the index of ten million documents; time to load
-a batch, with and without a worker of the data loader. Seconds are of the clock; CPU seconds, of all
-processes together, say less of what else the machine did.
+a batch, with and without a worker of the data loader, beside a step of GPT `small`. Seconds are of
+the clock; CPU seconds, of all processes together, say less of what else the machine did.
 """
 
 import argparse
@@ -170,7 +170,29 @@ def measure_loading(prefix: Path, seq_length: int, batch_size: int) -> dict:
             next(batches)
             times.append(time.perf_counter() - start)
         result[f"ms_a_batch_{workers}_workers"] = round(1000 * statistics.median(times), 3)
+    step = 1000 * small_step(next(batches)["text"])
+    result["ms_a_small_step"] = round(step, 1)
+    result["percent_of_a_small_step"] = round(100 * result["ms_a_batch_0_workers"] / step, 3)
     return result
+
+
+def small_step(text) -> float:
+    """Seconds of a step of GPT `small` on this batch `[B, S + 1]`, in this process alone."""
+    from tutorial_lib.models.gpt import GPT2LMHeadModel, make_config
+    from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
+    from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+
+    model = GPT2LMHeadModel(make_config("small", n_positions=text.size(1) - 1)).train()
+    model_parallel_xla_manual_seed(0)
+    optimizer = AdamW_FP32OptimParams(model.parameters(), lr=1e-3)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model(input_ids=text[:, :-1], targets=text[:, 1:]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def main() -> None:
