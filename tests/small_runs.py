@@ -1,4 +1,6 @@
-"""Small runs of every model and choice, and what a real step of each holds and says on a mesh of CPU processes."""
+"""Small runs of every model and choice, and what a real step of each holds and says on a mesh of
+CPU processes.
+"""
 
 import tempfile
 
@@ -11,7 +13,11 @@ from tutorial_lib.runs import Run
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 
-BERT, NEOX, LLAMA = bert.make_config("tiny"), gpt_neox.make_config("tiny"), llama2.make_config("tiny")
+BERT, NEOX, LLAMA = (
+    bert.make_config("tiny"),
+    gpt_neox.make_config("tiny"),
+    llama2.make_config("tiny"),
+)
 GROUPED = llama2.make_config("tiny", num_key_value_heads=2, vocab_size=8191)
 UNIFORM = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 BERT_WITHOUT_DROPOUT = bert.make_config("tiny", **UNIFORM)
@@ -26,7 +32,8 @@ SMALL = {
     "gpt": Run(GPT, 2, 2, 2, 64, 2, checkpointing="selective"),
     "gpt, sequence parallel, zero": Run(GPT, 2, 2, 2, 64, 3, sequence_parallel=True, zero=True),
     "gpt, checkpointing, odd vocabulary": Run(
-        gpt.make_config("tiny", vocab_size=8101), 4, 1, 2, 64, 2, checkpointing="full", dtype=torch.bfloat16
+        gpt.make_config("tiny", vocab_size=8101), 4, 1, 2, 64, 2, checkpointing="full",
+        dtype=torch.bfloat16,
     ),
     "neox": Run(NEOX, 2, 2, 2, 64),
     "neox, sequence parallel, zero": Run(NEOX, 2, 2, 2, 64, 2, sequence_parallel=True, zero=True),
@@ -38,8 +45,12 @@ SMALL = {
         LLAMA, 2, 2, 2, 64, 4, sequence_parallel=True, checkpointing="selective+mlp", zero=True,
         dtype=torch.bfloat16, float32_gradients=True,
     ),
-    "llama, grouped, odd vocabulary": Run(GROUPED, 4, 1, 2, 64, 2, sequence_parallel=True, checkpointing="full"),
-    "llama, fused attention": Run(LLAMA, 1, 4, 2, 64, 2, zero=True, options=dict(use_flash_attention=True)),
+    "llama, grouped, odd vocabulary": Run(
+        GROUPED, 4, 1, 2, 64, 2, sequence_parallel=True, checkpointing="full"
+    ),
+    "llama, fused attention": Run(
+        LLAMA, 1, 4, 2, 64, 2, zero=True, options=dict(use_flash_attention=True)
+    ),
 }  # fmt: skip
 
 
@@ -69,7 +80,9 @@ _steps: dict[str, tuple[list, str]] = {}
 
 
 def real_steps(ranks, name: str) -> tuple[list, str]:
-    """What `real_step` gives on each rank, done once in a session, and the folder of the checkpoint."""
+    """What `real_step` gives on each rank, done once in a session, and the folder of the
+    checkpoint.
+    """
     if name not in _steps:
         run, folder = SMALL[name], tempfile.mkdtemp(prefix="step-")
         _steps[name] = ranks(real_step, run, folder, world_size=run.world_size, tp=run.tp), folder

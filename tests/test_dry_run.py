@@ -29,7 +29,9 @@ def test_equals_a_real_step(ranks, name):
         found = dry_run(run, rank, "cpu")
         assert found.collectives == log
         assert {**found.nbytes, "saved activations": 0} == {**nbytes, "saved activations": 0}
-        assert found.nbytes["saved activations"] == pytest.approx(nbytes["saved activations"], rel=0.01)
+        assert found.nbytes["saved activations"] == pytest.approx(
+            nbytes["saved activations"], rel=0.01
+        )
         for place, file in found.files.items():
             written = torch.load(Path(folder) / "step_1" / place, weights_only=True)
             assert _shapes(written) == sorted(file.tensors.values(), key=str)
@@ -55,7 +57,9 @@ def hugging_face_count(config) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["bert, cut, zero, checkpointing", "neox", "llama, grouped, odd vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["bert, cut, zero, checkpointing", "neox", "llama, grouped, odd vocabulary"]
+)
 def test_parts_of_all_ranks_are_the_hugging_face_model(name):
     run, total = SMALL[name], 0
     for rank in range(run.tp):
@@ -105,9 +109,13 @@ def step_log(run):
 
 def test_attention_is_saved_as_the_backend_does():
     run = Run(NEOX, 2, 1, 1, 256)
-    fused, written_out = (dry_run(run, 0, backend).nbytes["saved activations"] for backend in ("cuda", "xla"))
+    fused, written_out = (
+        dry_run(run, 0, backend).nbytes["saved activations"] for backend in ("cuda", "xla")
+    )
     rows = NEOX.num_attention_heads // 2 * 256 * NEOX.num_hidden_layers
-    assert written_out - fused == 4 * rows * (256 - 1)  # all probabilities, in place of a number for each row
+    assert written_out - fused == 4 * rows * (
+        256 - 1
+    )  # all probabilities, in place of a number for each row
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,10 @@ def test_attention_is_saved_as_the_backend_does():
         (lambda: SMALL["bert"].change(dp=0), "dp 0 is below 1"),
         (lambda: SMALL["bert"].change(sequence_parallel=True), "not built for bert"),
         (lambda: SMALL["bert"].change(sequence=513), "513 is above the model's 512"),
-        (lambda: SMALL["neox"].change(checkpointing="selective"), "'selective' of gpt_neox is not one of none, full"),
+        (
+            lambda: SMALL["neox"].change(checkpointing="selective"),
+            "'selective' of gpt_neox is not one of none, full",
+        ),
         (lambda: SMALL["neox"].change(float32_gradients=True), "needs zero"),
         (lambda: Run(LLAMA, 2, sequence=63, sequence_parallel=True), "63 is not divisible by 2"),
         (lambda: Run(ViTConfig()), "'vit' is not one of bert"),

@@ -1,4 +1,6 @@
-"""The planner's closed forms against the dry run and against real steps, and its bounds against numbers done by hand."""
+"""The planner's closed forms against the dry run and against real steps, and its bounds against
+numbers done by hand.
+"""
 
 from collections import Counter
 
@@ -17,7 +19,9 @@ from tutorial_lib.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
 from .small_runs import GPT, LLAMA, NEOX, SMALL, real_steps
 
 TRN1, H100 = INSTANCES["trn1.32xlarge"], INSTANCES["h100x8"]
-ANY = custom("cores=64,memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9")
+ANY = custom(
+    "cores=64,memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9"
+)
 
 
 @pytest.mark.parametrize("name", [*SMALL, *TUTORIALS])
@@ -31,11 +35,18 @@ def test_equals_the_dry_run(name):
 
 
 VARIANTS = {
-    "gpt, fused": Run(GPT, 2, 1, 2, 64, checkpointing="selective", options=dict(use_flash_attention=True)),
+    "gpt, fused": Run(
+        GPT, 2, 1, 2, 64, checkpointing="selective", options=dict(use_flash_attention=True)
+    ),
     "llama, fused": Run(LLAMA, 2, 1, 2, 64, options=dict(use_flash_attention=True)),
     "neox": Run(NEOX, 2, 2, 2, 64, 2, dtype=torch.bfloat16),
     "several buckets": Run(
-        gpt_neox.make_config("small", hidden_size=1024, intermediate_size=4096, vocab_size=50304), 2, 2, 1, 64, zero=True
+        gpt_neox.make_config("small", hidden_size=1024, intermediate_size=4096, vocab_size=50304),
+        2,
+        2,
+        1,
+        64,
+        zero=True,
     ),
     "bert": SMALL["bert"],
 }
@@ -72,23 +83,34 @@ def test_three_bounds_by_hand():
     assert plan.operations == 4 * (32 * 4 * layer + 3 * head)
     assert plan.times["arithmetic"] == plan.operations / 95e12
 
-    # ZeRO-1's two halves: each of 8 tensor-parallel parts crosses between the 2 nodes once each way; half of it leaves.
+    # ZeRO-1's two halves: each of 8 tensor-parallel parts crosses between the 2 nodes once each
+    # way; half of it leaves.
     weights = 2 * sum(p.numel for p in parameters(run))
     assert plan.times["network"] == pytest.approx(8 * 2 * weights / 2 / 100e9, rel=1e-3)
 
     # Each micro-batch reads the weights three times.
     held = plan.nbytes
-    moved = 4 * (3 * weights + 2 * weights + 2 * held["saved activations"]) + 2 * weights + 2 * held["optimizer"]
+    moved = (
+        4 * (3 * weights + 2 * weights + 2 * held["saved activations"])
+        + 2 * weights
+        + 2 * held["optimizer"]
+    )
     assert plan.moved_bytes == pytest.approx(moved + 2 * sum(plan.bytes_sent().values()))
     assert plan.step_time == max(plan.times.values()) and plan.throughput == 32 / plan.step_time
 
 
 def test_nothing_crosses_a_network_that_is_not_there():
     assert Plan(Run(NEOX, 4, 8, 1, 64), TRN1).times["network"] == 0
-    assert Plan(Run(NEOX, 4, 2, 1, 64), H100).times["network"] > 0  # its links within the node are known
+    assert (
+        Plan(Run(NEOX, 4, 2, 1, 64), H100).times["network"] > 0
+    )  # its links within the node are known
     wide = Plan(TUTORIALS["gpt-neox-20b"], H100)  # 32 ranks to a model, on four nodes each
     leaving, _ = wide._network()
-    gathers = [c for c in wide.collectives if c.axis == "tp" and c.kind == "all_gather" and len(c.shape) == 3]
+    gathers = [
+        c
+        for c in wide.collectives
+        if c.axis == "tp" and c.kind == "all_gather" and len(c.shape) == 3
+    ]
     scatters = [c for c in wide.collectives if c.axis == "tp" and c.kind == "reduce_scatter"]
     expected = sum(3 * 8 * c.nbytes for c in gathers) + sum(3 / 4 * c.nbytes for c in scatters)
     assert leaving == pytest.approx(expected, rel=0.02)  # the rest is the optimizer's
@@ -98,8 +120,10 @@ def test_published_throughputs_are_below_the_bound():
     for name, published in PUBLISHED_THROUGHPUT.items():
         plan = Plan(TUTORIALS[name], TRN1)
         assert plan.fits and published < plan.throughput
-        assert plan.utilisation(published) == pytest.approx(published / plan.throughput, rel=0.1)  # arithmetic bounds it
-        # 6 operations for each parameter and token (Kaplan et al., 2020), and the attention's beside
+        assert plan.utilisation(published) == pytest.approx(
+            published / plan.throughput, rel=0.1
+        )  # arithmetic bounds it
+        # 6 operations for each parameter and token (Kaplan et al., 2020), and the attention's
         parameters_of_matrices = 32 * 12 * 4096**2 + 50257 * 4096
         a_sequence = 2048 * (6 * parameters_of_matrices + 12 * 32 * 4096 * 2048)
         peak = 95e12 * plan.run.world_size
@@ -110,8 +134,13 @@ def test_smallest_tensor_parallel_size():
     plan = Plan(TUTORIALS["llama2-7b"], TRN1)
     smallest = smallest_tensor_parallel(plan)
     assert with_tensor_parallel(plan, smallest).fits
-    assert not any(p is not None and p.fits for p in (with_tensor_parallel(plan, tp) for tp in range(1, smallest)))
-    tight = custom("cores=32,memory=1e9,half_operations=1,single_operations=1,memory_bandwidth=1,network=1")
+    assert not any(
+        p is not None and p.fits
+        for p in (with_tensor_parallel(plan, tp) for tp in range(1, smallest))
+    )
+    tight = custom(
+        "cores=32,memory=1e9,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"
+    )
     assert smallest_tensor_parallel(Plan(TUTORIALS["llama2-7b"], tight)) is None
     assert with_tensor_parallel(plan, 3) is None
 
@@ -119,7 +148,11 @@ def test_smallest_tensor_parallel_size():
 def test_each_switch_does_what_it_is_known_for():
     plan = Plan(TUTORIALS["llama2-7b"], TRN1)
     found = switches(plan)
-    assert found["checkpointing none"].total_bytes > plan.total_bytes > found["checkpointing full"].total_bytes
+    assert (
+        found["checkpointing none"].total_bytes
+        > plan.total_bytes
+        > found["checkpointing full"].total_bytes
+    )
     assert found["checkpointing full"].operations > plan.operations
     assert found["without sequence parallel"].total_bytes > plan.total_bytes
     assert found["without ZeRO-1"].nbytes["optimizer"] > 10 * plan.nbytes["optimizer"]
@@ -142,13 +175,42 @@ def test_more_nodes():
     "call, message",
     [
         (lambda: Plan(Run(GPT, 4, 9, 1, 64), TRN1), "36 is not divisible by 32"),
-        (lambda: Plan(Run(llama2.make_config("tiny", num_attention_heads=12, hidden_size=96, intermediate_size=96), 12, sequence=64), H100), "12 is not divisible by 8"),
+        (
+            lambda: Plan(
+                Run(
+                    llama2.make_config(
+                        "tiny", num_attention_heads=12, hidden_size=96, intermediate_size=96
+                    ),
+                    12,
+                    sequence=64,
+                ),
+                H100,
+            ),
+            "12 is not divisible by 8",
+        ),
         (lambda: scaled(Plan(TUTORIALS["gpt-neox-20b"], H100), [1]), "1 nodes of 8 cores"),
         (lambda: custom("cores=8,speed=3"), "unknown fields speed"),
         (lambda: custom("cores=8,memory=3"), "lacks half_operations"),
-        (lambda: custom("cores=8,memory=x,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"), "'x'"),
-        (lambda: custom("cores=8,memory=0,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"), "memory 0"),
-        (lambda: Plan(Run(gpt_neox.make_config("tiny", hidden_act="relu"), sequence=64), TRN1).total_bytes, "'relu'"),
+        (
+            lambda: custom(
+                "cores=8,memory=x,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"
+            ),
+            "'x'",
+        ),
+        (
+            lambda: custom(
+                "cores=8,memory=0,half_operations=1,single_operations=1,memory_bandwidth=1,network=1"
+            ),
+            "memory 0",
+        ),
+        (
+            lambda: (
+                Plan(
+                    Run(gpt_neox.make_config("tiny", hidden_act="relu"), sequence=64), TRN1
+                ).total_bytes
+            ),
+            "'relu'",
+        ),
     ],
 )
 def test_bad_input(call, message):
@@ -157,10 +219,28 @@ def test_bad_input(call, message):
 
 
 def test_command_line(tmp_path, capsys):
-    text = parse(["llama2-7b", "--tp", "4", "--nodes", "2", "--no-zero", "--no-float32-gradients"]).report
-    assert "tensor parallel 4, data parallel 16" in text and "sequences/s at most" in text and "with ZeRO-1" in text
+    text = parse(
+        ["llama2-7b", "--tp", "4", "--nodes", "2", "--no-zero", "--no-float32-gradients"]
+    ).report
+    assert (
+        "tensor parallel 4, data parallel 16" in text
+        and "sequences/s at most" in text
+        and "with ZeRO-1" in text
+    )
     LLAMA.save_pretrained(tmp_path)
-    chosen = parse([str(tmp_path), "--tp", "2", "--sequence", "128", "--dtype", "bfloat16", "--instance", "h100x8"])
+    chosen = parse(
+        [
+            str(tmp_path),
+            "--tp",
+            "2",
+            "--sequence",
+            "128",
+            "--dtype",
+            "bfloat16",
+            "--instance",
+            "h100x8",
+        ]
+    )
     assert chosen.plan.run == Run(chosen.plan.run.config, 2, sequence=128, dtype=torch.bfloat16)
     assert chosen.plan.run.config.hidden_size == LLAMA.hidden_size
     for arguments, message in [

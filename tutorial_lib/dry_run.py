@@ -1,7 +1,8 @@
 """One training step of one rank of any mesh, in one process and without memory.
 
-The real model, loss and optimizer run on the meta device: every tensor has a shape and no values, and `comm` records each
-collective and answers with the right shape. So a run over 128 cores can be looked at on a laptop, to the byte.
+The real model, loss and optimizer run on the meta device: every tensor has a shape and no values,
+and `comm` records each collective and answers with the right shape. So a run over 128 cores can be
+looked at on a laptop, to the byte.
 
     python -m tutorial_lib.dry_run llama2-7b --rank 5
 """
@@ -40,8 +41,12 @@ class StateFile:
     @classmethod
     def of(cls, state: dict) -> "StateFile":
         tensors = dict(_tensors(state))
-        memory = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
-        return cls({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}, sum(memory.values()))
+        memory = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()
+        }
+        return cls(
+            {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}, sum(memory.values())
+        )
 
 
 def _tensors(value, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,12 +68,16 @@ class DryRun:
     model_parameters: int  # of the whole model, without padding
     nbytes: dict[str, int]  # held at the end of the last micro-batch, by kind
     saved: list[memory.Saved]  # by autograd for the backward pass of a micro-batch
-    operations: int  # of matrix multiplications and attention in a step, two for each multiply and add
+    operations: (
+        int  # of matrix multiplications and attention in a step, two for each multiply and add
+    )
     collectives: list[comm.Collective]  # of a step, in order
     files: dict[str, StateFile]  # that a checkpoint has of this rank
 
     def traffic(self) -> dict[tuple[str, str, int], tuple[int, float]]:
-        """By `(axis, kind, group size)`: how many collectives, and the bytes that a rank sends in them."""
+        """By `(axis, kind, group size)`: how many collectives, and the bytes that a rank sends in
+        them.
+        """
         count, sent = Counter(), Counter()
         for c in self.collectives:
             count[c.axis, c.kind, c.group_size] += 1
@@ -77,19 +86,29 @@ class DryRun:
 
     def tables(self) -> list[tables.Table]:
         """The whole of it, to be read."""
-        held = [{"what": kind, "bytes": size, "": tables.size(size)} for kind, size in self.nbytes.items()]
+        held = [
+            {"what": kind, "bytes": size, "": tables.size(size)}
+            for kind, size in self.nbytes.items()
+        ]
         total = sum(self.nbytes.values())
         held.append({"what": "together", "bytes": total, "": tables.size(total)})
         where = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         said = [
-            {"axis": axis, "collective": kind, "ranks": size, "times": count, "bytes sent": round(sent)}
+            {
+                "axis": axis,
+                "collective": kind,
+                "ranks": size,
+                "times": count,
+                "bytes sent": round(sent),
+            }
             for (axis, kind, size), (count, sent) in sorted(self.traffic().items())
         ]
         files = [
             {"file": name, "tensors": len(file.tensors), "bytes": file.nbytes}
             for name, file in self.files.items()
         ]
-        title = f"Rank {self.rank} of {where}: {self.parameters:,} of {self.model_parameters:,} parameters"
+        share = f"{self.parameters:,} of {self.model_parameters:,} parameters"
+        title = f"Rank {self.rank} of {where}: {share}"
         return [
             tables.table(held, title),
             tables.table(said, "Collectives of a step"),
@@ -104,7 +123,8 @@ class DryRun:
 def dry_world(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block this process is one rank of a world whose other ranks do not exist.
 
-    On the meta device collectives work as ever. What the ranks' hosts exchange comes back as if every rank were this one.
+    On the meta device collectives work as ever. What the ranks' hosts exchange comes back as if
+    every rank were this one.
 
     Raises:
         ValueError: no such rank.
@@ -113,7 +133,9 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in [0, {world_size})")
     if dist.is_initialized():
-        raise RuntimeError("a dry run needs a process that is no rank of anything: torch.distributed is up here")
+        raise RuntimeError(
+            "a dry run needs a process that is no rank of anything: torch.distributed is up here"
+        )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -137,10 +159,26 @@ class _FusedAttention(TorchFunctionMode):
             torch.autograd.backward(tensor, gradient, **options)
 
     @staticmethod
-    def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def _attend(
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ):
         if dropout_p or enable_gqa:
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -150,7 +188,9 @@ class _FusedAttention(TorchFunctionMode):
 
 @contextmanager
 def _as_on(backend: str) -> Iterator[None]:
-    """What differs between backends beside where a tensor is: the attention kernel, and the size of buckets."""
+    """What differs between backends beside where a tensor is: the attention kernel, and the size of
+    buckets.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     fused = nullcontext() if backend == "xla" else _FusedAttention()
@@ -164,8 +204,8 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
     Two micro-batches are run, and seen to say the same; further ones are counted like them.
 
     Args:
-        backend: what to be like. `xla` has no fused attention, so attention matrices are saved unless they are
-            checkpointed; `cpu` has small buckets of gradients.
+        backend: what to be like. `xla` has no fused attention, so attention matrices are saved
+            unless they are checkpointed; `cpu` has small buckets of gradients.
 
     Raises:
         ValueError: no such rank or backend, or sizes that do not fit each other.
@@ -221,10 +261,14 @@ def _files(model, optimizer, zero: bool) -> dict[str, StateFile]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tutorial_lib.dry_run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tutorial_lib.dry_run", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("run", choices=TUTORIALS, help="a run as it was published")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--backend", choices=BACKENDS, default="xla", help="what the ranks compute with")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="xla", help="what the ranks compute with"
+    )
     chosen = parser.parse_args(arguments)
     try:
         print(dry_run(TUTORIALS[chosen.run], chosen.rank, chosen.backend))

@@ -1,6 +1,7 @@
 """A training run as far as its cost depends on it, and the runs that the tutorials describe.
 
-The same description is trained on a mesh (`build`), gone through without memory (`dry_run`) and estimated (`planner`).
+The same description is trained on a mesh (`build`), gone through without memory (`dry_run`) and
+estimated (`planner`).
 """
 
 from collections.abc import Mapping
@@ -18,10 +19,15 @@ from tutorial_lib.models.llama2_activations import CHECKPOINTED
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
-from tutorial_lib.trainer import NxDOptimizer, initialize_parallel_optimizer, neuronx_distributed_config
+from tutorial_lib.trainer import (
+    NxDOptimizer,
+    initialize_parallel_optimizer,
+    neuronx_distributed_config,
+)
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 
-# By the `model_type` of a Hugging Face configuration: the model, and by the kind of checkpointing what runs again.
+# By the `model_type` of a Hugging Face configuration: the model, and by the kind of checkpointing
+# what runs again.
 MODELS: dict[str, type[nn.Module]] = {
     "bert": bert.BertForPreTraining,
     "gpt2": gpt.GPT2LMHeadModel,
@@ -47,7 +53,8 @@ class Run:
         accumulation: micro-batches of one rank in a step.
         sequence_parallel: cut norms and residuals along the sequence.
         checkpointing: a key of `RECOMPUTED[model_type]`.
-        zero: ZeRO-1, which keeps float32 masters of its shards; and a step is clipped with and without it.
+        zero: ZeRO-1, which keeps float32 masters of its shards; and a step is clipped with and
+            without it.
         dtype: of weights and activations. Moments are float32.
         float32_gradients: accumulate in float32; needs `zero`.
         options: further keywords of the model, such as BERT's `shard_mlp`.
@@ -72,27 +79,39 @@ class Run:
     def __post_init__(self):
         if self.family not in MODELS:
             raise ValueError(f"model_type {self.family!r} is not one of {', '.join(MODELS)}")
-        counts = {name: getattr(self, name) for name in ("tp", "dp", "micro_batch", "sequence", "accumulation")}
+        counts = {
+            name: getattr(self, name)
+            for name in ("tp", "dp", "micro_batch", "sequence", "accumulation")
+        }
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} {value} is below 1")
         if self.checkpointing not in RECOMPUTED[self.family]:
             kinds = ", ".join(RECOMPUTED[self.family])
-            raise ValueError(f"checkpointing {self.checkpointing!r} of {self.family} is not one of {kinds}")
+            raise ValueError(
+                f"checkpointing {self.checkpointing!r} of {self.family} is not one of {kinds}"
+            )
         if self.float32_gradients and not self.zero:
             raise ValueError("float32_gradients needs zero: ZeRO-1 is what accumulates them")
-        ensure_divisibility(self.config.num_attention_heads, self.tp, "attention heads over tensor-parallel ranks")
+        ensure_divisibility(
+            self.config.num_attention_heads, self.tp, "attention heads over tensor-parallel ranks"
+        )
         if self.family != "bert" or self.options.get("shard_mlp"):
-            ensure_divisibility(self.features, self.tp, "feed-forward size over tensor-parallel ranks")
+            ensure_divisibility(
+                self.features, self.tp, "feed-forward size over tensor-parallel ranks"
+            )
         if self.family == "llama":
             llama2.kv_multiplier(self.config, self.tp)
         if self.sequence_parallel:
             if self.family == "bert":
                 raise ValueError("sequence_parallel is not built for bert")
-            ensure_divisibility(self.sequence, self.tp, "sequence length over tensor-parallel ranks")
+            ensure_divisibility(
+                self.sequence, self.tp, "sequence length over tensor-parallel ranks"
+            )
         if self.sequence > self.config.max_position_embeddings:
             raise ValueError(
-                f"sequence {self.sequence} is above the model's {self.config.max_position_embeddings} positions"
+                f"sequence {self.sequence} is above the model's "
+                f"{self.config.max_position_embeddings} positions"
             )
 
     @property
@@ -102,7 +121,11 @@ class Run:
     @property
     def features(self) -> int:
         """F of the whole model."""
-        return feed_forward_size(self.config) if self.family == "gpt2" else self.config.intermediate_size
+        return (
+            feed_forward_size(self.config)
+            if self.family == "gpt2"
+            else self.config.intermediate_size
+        )
 
     @property
     def world_size(self) -> int:
@@ -118,7 +141,9 @@ class Run:
         return replace(self, **changes)
 
     def build(self) -> tuple[nn.Module, NxDOptimizer]:
-        """Model and optimizer of this rank on torch's default device; sets up the mesh too, unless it is up."""
+        """Model and optimizer of this rank on torch's default device; sets up the mesh too, unless
+        it is up.
+        """
         nxd_config = neuronx_distributed_config(
             tensor_parallel_size=self.tp,
             sequence_parallel=self.sequence_parallel,
@@ -126,15 +151,21 @@ class Run:
             mixed_precision_config={"use_fp32_grad_acc": self.float32_gradients},
         )
         model_parallel_xla_manual_seed(0)
-        sequence = {} if self.family == "bert" else {"sequence_parallel_enabled": self.sequence_parallel}
+        sequence = (
+            {} if self.family == "bert" else {"sequence_parallel_enabled": self.sequence_parallel}
+        )
         model = MODELS[self.family](self.config, **sequence, **self.options).to(self.dtype)
         classes = RECOMPUTED[self.family][self.checkpointing]
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
         groups = get_param_groups_by_weight_decay(model, weight_decay=0.01)
-        return model.train(), initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, groups, lr=1e-4)
+        return model.train(), initialize_parallel_optimizer(
+            nxd_config, AdamW_FP32OptimParams, groups, lr=1e-4
+        )
 
     def batch(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """A micro-batch without content: every token is number 1, and with BERT the last one of a row is padding."""
+        """A micro-batch without content: every token is number 1, and with BERT the last one of a
+        row is padding.
+        """
         ids = torch.ones(self.micro_batch, self.sequence, dtype=torch.long, device=device)
         if self.family != "bert":
             return {"input_ids": ids, "labels": ids.clone()}
@@ -155,7 +186,9 @@ def _tutorials() -> dict[str, Run]:
         "gpt-6.7b": gpt_6_7b,
         "gpt-6.7b-16-nodes": gpt_6_7b.change(dp=64),
         "gpt-neox-6.9b": Run(gpt_neox.make_config("6.9b"), 8, 16, 1, 2048, 16, **half, **whole),
-        "gpt-neox-20b": Run(gpt_neox.make_config("full"), 32, 4, 1, 2048, 64, **sharded, checkpointing="full"),
+        "gpt-neox-20b": Run(
+            gpt_neox.make_config("full"), 32, 4, 1, 2048, 64, **sharded, checkpointing="full"
+        ),
         "llama2-7b": Run(
             llama2.make_config("full"), 8, 16, 1, 4096, 64, **sharded,
             checkpointing="selective+mlp", float32_gradients=True,

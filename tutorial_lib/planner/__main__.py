@@ -20,8 +20,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     yes_or_no = argparse.BooleanOptionalAction
     add = parser.add_argument
-    add("model", help=f"one of {', '.join(TUTORIALS)} as published, or the folder of a Hugging Face config.json")
-    add("--instance", default="trn1.32xlarge", help=f"{', '.join(INSTANCES)}, or cores=…,memory=…,…")
+    add(
+        "model",
+        help=f"one of {', '.join(TUTORIALS)} as published, or the folder of a Hugging Face "
+        "config.json",
+    )
+    add(
+        "--instance", default="trn1.32xlarge", help=f"{', '.join(INSTANCES)}, or cores=…,memory=…,…"
+    )
     add("--backend", default="xla", choices=("cpu", "cuda", "xla"))
     add("--nodes", type=int, help="sets --dp to as many replicas as they hold")
     for name in ("tp", "dp", "micro-batch", "sequence", "accumulation"):
@@ -48,14 +54,18 @@ def _plan(chosen: argparse.Namespace) -> Plan:
         run = Run(AutoConfig.from_pretrained(chosen.model, local_files_only=True))
     else:
         raise ValueError(f"{chosen.model!r} is neither a folder nor one of {', '.join(TUTORIALS)}")
-    names = ("tp", "dp", "micro_batch", "sequence", "accumulation", "sequence_parallel", "zero", "float32_gradients",
-             "checkpointing")  # fmt: skip
+    names = (
+        "tp", "dp", "micro_batch", "sequence", "accumulation", "sequence_parallel", "zero",
+        "float32_gradients", "checkpointing",
+    )  # fmt: skip
     changes = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
     if chosen.dtype:
         changes["dtype"] = DTYPES[chosen.dtype]
     if chosen.nodes is not None:
         if chosen.dp is not None:
-            raise ValueError(f"--nodes {chosen.nodes} and --dp {chosen.dp} say the same thing twice")
+            raise ValueError(
+                f"--nodes {chosen.nodes} and --dp {chosen.dp} say the same thing twice"
+            )
         changes["dp"] = max(1, chosen.nodes * instance.cores // changes.get("tp", run.tp))
     return Plan(run.change(**changes), instance, chosen.backend)
 

@@ -1,9 +1,10 @@
 """Bytes that one rank keeps of a micro-batch for its backward pass, in closed form.
 
-Of a layer as Korthikanti et al. (2022, section 4) count them; of what lies around the layers likewise.
+Of a layer as Korthikanti et al. (2022, section 4) count them; of what lies around the layers
+likewise.
 """
 
-from tutorial_lib.models import gpt_neox, llama2_activations
+from tutorial_lib.models import llama2_activations
 from tutorial_lib.models.gpt_neox import layer_activation_bytes
 from tutorial_lib.runs import Run
 
@@ -16,12 +17,12 @@ def saved_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
     """By where: `layers`, and `ends` (embedding, last norm, head and loss).
 
     Args:
-        backend: `cpu` and `cuda` have a fused attention kernel; and on the host ids are checked at once, where a
-            device keeps masks.
+        backend: `cpu` and `cuda` have a fused attention kernel; and on the host ids are checked at
+            once, where a device keeps masks.
 
     Raises:
-        ValueError: a model whose closed form is not here: another activation function than its family's own, or
-            dropout in a causal model.
+        ValueError: a model whose closed form is not here: another activation function than its
+            family's own, or dropout in a causal model.
     """
     family = {"bert": _bert, "gpt2": _gpt, "gpt_neox": _gpt_neox, "llama": _llama}[run.family]
     layer, ends = family(run, backend)
@@ -44,12 +45,18 @@ def _sdpa(run: Run, backend: str, masked: bool = False, dropout: bool = False) -
 def _causal_ends(run: Run, backend: str, norm: int) -> float:
     """Embedding, last norm (`norm` bytes of statistics a token), head and cross entropy."""
     config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
-    stream = tokens * (2 * config.hidden_size * element + norm) / (run.tp if run.sequence_parallel else 1)
+    stream = (
+        tokens
+        * (2 * config.hidden_size * element + norm)
+        / (run.tp if run.sequence_parallel else 1)
+    )
     return stream + tokens * vocabulary(run) * element + _ids(run, backend) + ID
 
 
 def _ids(run: Run, backend: str) -> float:
-    """What a cut vocabulary keeps: numbers of the tokens and targets in its part, masks, and each token's sum."""
+    """What a cut vocabulary keeps: numbers of the tokens and targets in its part, masks, and each
+    token's sum.
+    """
     on_device = backend != "cpu"
     masks = 2 + on_device  # whose target is here, which count, which are outside
     embedding = 0
@@ -66,14 +73,20 @@ def _gpt_neox(run: Run, backend: str) -> tuple[float, float]:
         return tokens * config.hidden_size * element / cut, ends
     if config.hidden_act != "gelu" or config.hidden_dropout or config.attention_dropout:
         raise ValueError(
-            f"no closed form for hidden_act {config.hidden_act!r}, dropout {config.hidden_dropout} and "
-            f"{config.attention_dropout}: only for 'gelu' without dropout, or with checkpointing 'full'"
+            f"no closed form for hidden_act {config.hidden_act!r}, dropout {config.hidden_dropout} "
+            f"and {config.attention_dropout}: only for 'gelu' without dropout, or with "
+            "checkpointing 'full'"
         )
     layer = layer_activation_bytes(
         config, run.micro_batch, run.sequence, run.tp, run.sequence_parallel, element
     )
     fused = tokens * (4 * config.hidden_size * element + 4 * config.num_attention_heads) / run.tp
-    rotary = 2 * run.sequence * int(config.rope_parameters["partial_rotary_factor"] * _head(config)) * element
+    rotary = (
+        2
+        * run.sequence
+        * int(config.rope_parameters["partial_rotary_factor"] * _head(config))
+        * element
+    )
     return layer - fused + _sdpa(run, backend), ends + rotary
 
 
@@ -89,7 +102,8 @@ def _gpt(run: Run, backend: str) -> tuple[float, float]:
     rates = config.attn_pdrop, config.resid_pdrop
     if config.activation_function != "gelu_new" or any(rates):
         raise ValueError(
-            f"no closed form for activation_function {config.activation_function!r} and dropout {rates}: only for "
+            f"no closed form for activation_function {config.activation_function!r} and dropout "
+            f"{rates}: only for "
             "'gelu_new' without dropout, or with checkpointing 'full'"
         )
     flash = run.options.get("use_flash_attention")
@@ -100,7 +114,9 @@ def _gpt(run: Run, backend: str) -> tuple[float, float]:
         attention = _sdpa(run, backend)
     else:
         attention = around + config.num_attention_heads // tp * tokens * run.sequence * element
-    norms = tokens * (4 * hidden * element + 2 * 2 * 4) / cut  # each its input and output; mean and deviation
+    norms = (
+        tokens * (4 * hidden * element + 2 * 2 * 4) / cut
+    )  # each its input and output; mean and deviation
     mlp = tokens * 5 * run.features * element / tp  # gelu_new is written out
     return norms + attention + mlp, ends + (0 if flash else run.sequence**2)
 

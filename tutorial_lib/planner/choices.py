@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tutorial_lib.runs import RECOMPUTED, Run
+from tutorial_lib.runs import RECOMPUTED
 
 from .plan import Plan
 
@@ -19,7 +19,9 @@ def _with(plan: Plan, **changes) -> Plan | None:
 
 
 def with_tensor_parallel(plan: Plan, tp: int) -> Plan | None:
-    """The same cores and sequences a step with another tensor-parallel size; None where that is impossible."""
+    """The same cores and sequences a step with another tensor-parallel size; None where that is
+    impossible.
+    """
     run = plan.run
     if run.world_size % tp:
         return None
@@ -31,7 +33,9 @@ def with_tensor_parallel(plan: Plan, tp: int) -> Plan | None:
 
 
 def smallest_tensor_parallel(plan: Plan) -> int | None:
-    """The smallest tensor-parallel size that fits into a core's memory, on the same cores; None if none does."""
+    """The smallest tensor-parallel size that fits into a core's memory, on the same cores; None if
+    none does.
+    """
     for tp in range(1, plan.run.world_size + 1):
         other = with_tensor_parallel(plan, tp)
         if other is not None and other.fits:
@@ -44,7 +48,9 @@ def switches(plan: Plan) -> dict[str, Plan]:
     run = plan.run
     tried = {f"checkpointing {kind}": dict(checkpointing=kind) for kind in RECOMPUTED[run.family]}
     del tried[f"checkpointing {run.checkpointing}"]
-    on = dict(sequence_parallel="sequence parallel", zero="ZeRO-1", float32_gradients="float32 gradients")
+    on = dict(
+        sequence_parallel="sequence parallel", zero="ZeRO-1", float32_gradients="float32 gradients"
+    )
     for name, words in on.items():
         value = getattr(run, name)
         changes = {name: not value}
@@ -70,6 +76,9 @@ def scaled(plan: Plan, nodes: Iterable[int]) -> list[Plan]:
     for count in nodes:
         dp, rest = divmod(count * plan.instance.cores, plan.run.tp)
         if rest or dp < 1:
-            raise ValueError(f"{count} nodes of {plan.instance.cores} cores hold no whole number of {plan.run.tp} ranks")
+            raise ValueError(
+                f"{count} nodes of {plan.instance.cores} cores hold no whole number of "
+                f"{plan.run.tp} ranks"
+            )
         plans.append(replace(plan, run=plan.run.change(dp=dp)))
     return plans

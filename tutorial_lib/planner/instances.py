@@ -1,4 +1,6 @@
-"""Machines, as far as they bound a training step: peaks that are published, which no program exceeds."""
+"""Machines, as far as they bound a training step: peaks that are published, which no program
+exceeds.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -18,7 +20,9 @@ class Instance:
     single_operations: float  # in float32
     memory_bandwidth: float  # bytes, of a core
     network: float  # bytes, of the node
-    link: float | None = None  # bytes that a core sends to others of its node; None where not published
+    link: float | None = (
+        None  # bytes that a core sends to others of its node; None where not published
+    )
 
     def __post_init__(self):
         for field in fields(self)[1:]:
@@ -48,7 +52,8 @@ INSTANCES = {
 
 
 def custom(text: str) -> Instance:
-    """An instance of `cores=…,memory=…,…` with every field of `Instance` but `name` and, at will, `link`.
+    """An instance of `cores=…,memory=…,…` with every field of `Instance` but `name` and, at will,
+    `link`.
 
     Raises:
         ValueError: a field is missing, unknown or no number.
@@ -56,7 +61,10 @@ def custom(text: str) -> Instance:
     known = {field.name for field in fields(Instance)} - {"name"}
     given = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := sorted(set(given) - known):
-        raise ValueError(f"instance {text!r} has unknown fields {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+        raise ValueError(
+            f"instance {text!r} has unknown fields {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(known))}"
+        )
     if missing := sorted(known - {"link"} - set(given)):
         raise ValueError(f"instance {text!r} lacks {', '.join(missing)}")
     try:

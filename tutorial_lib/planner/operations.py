@@ -1,16 +1,18 @@
-"""Arithmetic operations of one rank's matrix multiplications, two for each multiply and add, in closed form."""
+"""Arithmetic operations of one rank's matrix multiplications, two for each multiply and add, in
+closed form.
+"""
 
 from tutorial_lib.runs import Run
 
 from .parameters import qkv_features, vocabulary
 
 
-def layer_operations(run: Run) -> tuple[int, int, int, int]:
+def layer_operations(run: Run) -> tuple[int, int, int]:
     """Of one layer's forward pass over a micro-batch.
 
     Returns:
-        The whole; of it query times key (as much as probabilities times value); the last multiplication; and the
-        attention between the projections.
+        The whole; of it query times key (as much as probabilities times value); and the last
+        multiplication.
     """
     tokens = run.micro_batch * run.sequence
     hidden, (queries, keys) = run.config.hidden_size, qkv_features(run)
@@ -19,7 +21,7 @@ def layer_operations(run: Run) -> tuple[int, int, int, int]:
     scores = 2 * tokens * run.sequence * queries
     matrices = hidden * (queries + 2 * keys) + queries * hidden
     matrices += (3 if run.family == "llama" else 2) * hidden * features
-    return 2 * tokens * matrices + 2 * scores, scores, 2 * tokens * hidden * features, 2 * scores
+    return 2 * tokens * matrices + 2 * scores, scores, 2 * tokens * hidden * features
 
 
 def end_operations(run: Run) -> int:
@@ -32,13 +34,16 @@ def end_operations(run: Run) -> int:
 
 
 def operations(run: Run) -> int:
-    """Of a step. Backward takes twice what forward takes, and what is checkpointed runs forward again."""
-    layer, scores, last, _ = layer_operations(run)
+    """Of a step. Backward takes twice what forward takes, and what is checkpointed runs forward
+    again.
+    """
+    layer, scores, last = layer_operations(run)
     again = 0
     if run.checkpointing == "full":
-        # Recomputation stops at the last thing that backward needs: without tensor parallelism and norm behind it
-        # the last multiplication is spared.
-        spared = run.tp == 1 and run.family != "bert"
+        # Recomputation stops at the last thing that backward needs: without tensor parallelism,
+        # norm or dropout behind it the last multiplication is spared.
+        dropout = getattr(run.config, {"gpt2": "resid_pdrop"}.get(run.family, "hidden_dropout"), 0)
+        spared = run.tp == 1 and run.family != "bert" and not dropout
         again = layer - (last if spared else 0)
     elif run.checkpointing != "none":
         again = scores
@@ -47,6 +52,10 @@ def operations(run: Run) -> int:
 
 
 def useful_operations_a_sequence(run: Run) -> float:
-    """What the model itself takes for a sequence, over all ranks, nothing computed twice (Chowdhery et al., 2022)."""
-    whole = run.change(tp=1, dp=1, micro_batch=1, accumulation=1, checkpointing="none", sequence_parallel=False)
+    """What the model itself takes for a sequence, over all ranks, nothing computed twice (Chowdhery
+    et al., 2022).
+    """
+    whole = run.change(
+        tp=1, dp=1, micro_batch=1, accumulation=1, checkpointing="none", sequence_parallel=False
+    )
     return operations(whole)

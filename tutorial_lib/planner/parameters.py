@@ -28,8 +28,11 @@ def parameters(run: Run) -> list[Parameter]:
     return [p for p in found if p.decayed] + [p for p in found if not p.decayed]
 
 
-def _linear(inside: int, outside: int, bias: bool = True, share: bool = False) -> Iterator[Parameter]:
-    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after."""
+def _linear(
+    inside: int, outside: int, bias: bool = True, share: bool = False
+) -> Iterator[Parameter]:
+    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after.
+    """
     yield Parameter((outside, inside), True)
     if bias:
         yield Parameter((outside,), False, share)

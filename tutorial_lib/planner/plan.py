@@ -22,14 +22,16 @@ from .traffic import collectives
 class Plan:
     """A run on nodes of an instance, one rank a core.
 
-    The three times are bounds from below: each is what one resource needs if it is never idle, at its published peak.
-    A step takes at least the longest of them, and about their sum if nothing overlaps.
+    The three times are bounds from below: each is what one resource needs if it is never idle, at
+    its published peak. A step takes at least the longest of them, and about their sum if nothing
+    overlaps.
 
     Args:
         backend: what the ranks compute with; `xla` has no fused attention.
 
     Raises:
-        ValueError: tensor parallelism and cores that do not fit each other, or a part of a second node.
+        ValueError: tensor parallelism and cores that do not fit each other, or a part of a second
+            node.
     """
 
     run: Run
@@ -38,7 +40,9 @@ class Plan:
 
     def __post_init__(self):
         cores, tp = self.instance.cores, self.run.tp
-        ensure_divisibility(max(cores, tp), min(cores, tp), "cores of a node and tensor-parallel ranks")
+        ensure_divisibility(
+            max(cores, tp), min(cores, tp), "cores of a node and tensor-parallel ranks"
+        )
         if self.run.world_size > cores:
             ensure_divisibility(self.run.world_size, cores, "ranks over the cores of a node")
 
@@ -50,7 +54,9 @@ class Plan:
 
     @cached_property
     def nbytes(self) -> dict[str, float]:
-        """At the end of a micro-batch's forward pass, by kind; what is needed for a moment is not in it."""
+        """At the end of a micro-batch's forward pass, by kind; what is needed for a moment is not
+        in it.
+        """
         run, held = self.run, parameters(self.run)
         wide = torch.promote_types(run.dtype, torch.float32).itemsize
         count = sum(p.numel for p in held)
@@ -95,12 +101,15 @@ class Plan:
     def moved_bytes(self) -> float:
         """That a core reads from and writes to its memory at least.
 
-        Weights are read forward and backward, gradients added to, activations written and read, all once a
-        micro-batch; at the step the optimizer reads and writes its state. What is sent is read, what comes is written.
+        Weights are read forward and backward, gradients added to, activations written and read, all
+        once a micro-batch; at the step the optimizer reads and writes its state. What is sent is
+        read, what comes is written.
         """
         held = self.nbytes
         passes = 3 if self.run.checkpointing == "full" else 2
-        micro_batch = passes * held["weights"] + 2 * held["gradients"] + 2 * held["saved activations"]
+        micro_batch = (
+            passes * held["weights"] + 2 * held["gradients"] + 2 * held["saved activations"]
+        )
         step = held["gradients"] + 2 * held["optimizer"] + held["weights"]
         return self.run.accumulation * micro_batch + step + 2 * sum(self.bytes_sent().values())
 
@@ -114,9 +123,11 @@ class Plan:
         return within, -(-size // within)
 
     def _network(self) -> tuple[float, float]:
-        """Bytes that leave a node, and that a core sends within its node, if every byte goes the shortest way.
+        """Bytes that leave a node, and that a core sends within its node, if every byte goes the
+        shortest way.
 
-        A collective is done in two stages, within nodes and between them, so that a node says nothing twice.
+        A collective is done in two stages, within nodes and between them, so that a node says
+        nothing twice.
         """
         leaving = within = 0.0
         ranks = min(self.run.world_size, self.instance.cores)

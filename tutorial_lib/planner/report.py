@@ -10,7 +10,9 @@ def held(plan: Plan) -> Table:
     """What a core holds, beside what it has."""
     rows = [{"what": kind, "bytes": round(n), "": size(n)} for kind, n in plan.nbytes.items()]
     rows.append({"what": "together", "bytes": round(plan.total_bytes), "": size(plan.total_bytes)})
-    rows.append({"what": "a core has", "bytes": round(plan.instance.memory), "": size(plan.instance.memory)})
+    rows.append(
+        {"what": "a core has", "bytes": round(plan.instance.memory), "": size(plan.instance.memory)}
+    )
     return table(rows, "A core holds")
 
 
@@ -23,7 +25,13 @@ def said(plan: Plan) -> Table:
         row[1] += c.bytes_sent
     return table(
         [
-            {"axis": axis, "collective": kind, "ranks": ranks, "times": int(count), "a rank sends": size(sent)}
+            {
+                "axis": axis,
+                "collective": kind,
+                "ranks": ranks,
+                "times": int(count),
+                "a rank sends": size(sent),
+            }
             for (axis, kind, ranks), (count, sent) in sorted(found.items())
         ],
         "Collectives of a step",
@@ -34,8 +42,9 @@ def bounds(plan: Plan) -> Table:
     """The three times, and what they allow."""
     rows = [{"bound": name, "seconds a step": f"{time:.3g}"} for name, time in plan.times.items()]
     caption = (
-        f"A step of {plan.run.sequences:,} sequences takes {plan.step_time:.3g} s at least ({plan.bound}): "
-        f"{plan.throughput:.3g} sequences/s at most, {plan.throughput_in_turn:.3g} if nothing overlaps"
+        f"A step of {plan.run.sequences:,} sequences takes {plan.step_time:.3g} s at least "
+        f"({plan.bound}): {plan.throughput:.3g} sequences/s at most, "
+        f"{plan.throughput_in_turn:.3g} if nothing overlaps"
     )
     return table(rows, caption)
 
@@ -82,8 +91,9 @@ def report(plan: Plan) -> str:
     run, smallest = plan.run, smallest_tensor_parallel(plan)
     fits = "fits" if plan.fits else "does not fit"
     head = (
-        f"{run.family} on {plan.nodes} × {plan.instance.name}: tensor parallel {run.tp}, data parallel {run.dp}: {fits}\n"
-        f"Smallest tensor-parallel size that fits on these cores: {smallest if smallest else 'none'}"
+        f"{run.family} on {plan.nodes} × {plan.instance.name}: tensor parallel {run.tp}, "
+        f"data parallel {run.dp}: {fits}\n"
+        f"Smallest tensor-parallel size that fits on these cores: {smallest or 'none'}"
     )
     parts = [held(plan), said(plan), bounds(plan), other_choices(plan)]
     if not plan.instance.cores % run.tp:

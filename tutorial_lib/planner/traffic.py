@@ -41,7 +41,10 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
     def over_tp(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
         return Collective(kind, tp, shape, dtype, "tp")
 
-    gather, scatter = over_tp("all_gather", chunk, run.dtype), over_tp("reduce_scatter", whole, wide)
+    gather, scatter = (
+        over_tp("all_gather", chunk, run.dtype),
+        over_tp("reduce_scatter", whole, wide),
+    )
     reduce = over_tp("all_reduce", whole, wide)
     cut_vocabulary = run.family != "bert" or run.options.get("shard_vocabulary")
     if cut_vocabulary:
@@ -50,7 +53,13 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
     if run.sequence_parallel:
         yield gather  # the embedding's gradient
         yield from (gather, gather, scatter)  # the head: forward, backward
-        pair = [gather, scatter, gather, gather, scatter]  # column forward, row forward; row, column backward
+        pair = [
+            gather,
+            scatter,
+            gather,
+            gather,
+            scatter,
+        ]  # column forward, row forward; row, column backward
         pair += [gather, scatter] if again else []
         yield from pair * (2 * config.num_hidden_layers)
     else:

@@ -5,12 +5,12 @@ All of it runs in the notebook's own process, on values that the ranks have sent
 
 from .claims import ClaimError, Claims
 from .exercises import check
-from .pictures import bars, curves, mesh_grid, slices, strips
+from .pictures import bars, curves, growth, mesh_grid, slices, stacked, strips
 from .predict import Prediction, predict
 from .source import diff, source
 from .tables import Table, by_rank, compare, size, table
 
 __all__ = [
-    "ClaimError", "Claims", "Prediction", "Table", "bars", "by_rank", "check", "compare", "curves", "diff", "mesh_grid",
-    "predict", "size", "slices", "source", "strips", "table",
+    "ClaimError", "Claims", "Prediction", "Table", "bars", "by_rank", "check", "compare", "curves", "diff", "growth",
+    "mesh_grid", "predict", "size", "slices", "source", "stacked", "strips", "table",
 ]  # fmt: skip

@@ -161,3 +161,45 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabe
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     return Picture(figure)
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = "") -> Picture:
+    """A bar of bytes for each row, its parts side by side in one colour each, and a line at `limit`."""
+    figure, (axes,) = _axes(0.9 + 0.36 * len(rows))
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    left = dict.fromkeys(rows, 0.0)
+    for index, part in enumerate(parts):
+        values = [row.get(part, 0) for row in rows.values()]
+        axes.barh(list(rows), values, left=list(left.values()), height=0.7, color=colour(index), label=part)
+        left = {name: left[name] + value for name, value in zip(rows, values)}
+    axes.axvline(limit, color=INK, lw=1.6)
+    axes.set(title=title)
+    axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(limit, *left.values()) / 8))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8, ncols=len(parts), loc="upper center", bbox_to_anchor=(0.4, -0.12))
+    return Picture(figure)
+
+
+def growth(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+) -> Picture:
+    """A line for each series over `x` and marks at `points`, with both axes logarithmic."""
+    figure, (axes,) = _axes(3.0)
+    for index, (name, values) in enumerate(series.items()):
+        axes.plot(x, values, color=colour(index), lw=2, ls="-" if index == 0 else "--", label=name)
+    for index, (name, found) in enumerate((points or {}).items()):
+        axes.plot(*zip(*found), "o", color=colour(len(series) + index), ms=6, label=name)
+    axes.set(title=title, xscale="log", yscale="log")
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(color=FAINT, lw=0.6)
+    axes.legend(frameon=False, fontsize=8)
+    return Picture(figure)
