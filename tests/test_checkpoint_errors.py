@@ -1,0 +1,151 @@
+"""What a checkpoint is refused for: a clear error with the file's name, on every rank, within 30 s.
+More in `test_checkpoint` (spoiled shards, foreign models, full disks), `test_checkpoint_vendor` and
+`test_checkpoint_tools`.
+"""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+
+from tests.standin import Standin, attempt
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
+from tutorial_lib.checkpoint.__main__ import main
+from tutorial_lib.parallel_layers import parallel_state
+
+SHARD = "dp_rank_00_tp_rank_01_pp_rank_00.pt"
+WITNESS = "/tmp/should-not-exist"
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, (f"touch {WITNESS}",)
+
+
+def build():
+    model = Standin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def save(folder, **options):
+    model, optimizer, scheduler = build()
+    model.train_step(optimizer, 0)
+    save_checkpoint(folder, "step_1", model, optimizer, scheduler, {"position": 1}, **options)
+
+
+def load(folder, tag=None):
+    load_checkpoint(folder, tag, *build())
+
+
+def as_vendor(folder):
+    """Takes away what would tell that a file is not the one that was saved."""
+    (folder / "done").write_text("1")
+    (folder / "metadata.json").unlink()
+
+
+def refused(ranks, folder, function, words, *args, error=ValueError, world_size=4, tp=2):
+    for kind, message in ranks(
+        attempt, function, str(folder), *args, world_size=world_size, tp=tp, timeout=30
+    ):
+        assert kind is error and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["archive", "bare"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"model/{SHARD}",
+        f"model/{SHARD}.tensors/tensor_1.pt",
+        f"optim/{SHARD}",
+        "scheduler.pt",
+        "user_content.pt",
+        "random_state.pt",
+    ],
+)
+def test_a_pickle_bomb(ranks, tmp_path, capsys, name, raw):
+    ranks(save, str(tmp_path), use_xser="tensors" in name, world_size=4, tp=2)
+    folder = tmp_path / "step_1"
+    if raw:
+        (folder / name).write_bytes(pickle.dumps({"a": Bomb()}, protocol=2))
+    else:
+        torch.save({"a": Bomb()}, folder / name)
+    refused(ranks, tmp_path, load, [str(folder / name)])  # it is not the file that was saved
+    as_vendor(folder)
+    if name != "random_state.pt":  # of another library's checkpoint it is not known of which mesh
+        refused(ranks, tmp_path, load, [str(folder / name), "refused"])
+    assert main(["convert", str(folder), str(tmp_path / "out" / "t"), "--to", "plain"]) == 1
+    assert f"{folder / name}" in capsys.readouterr().err
+    assert not os.path.exists(WITNESS)
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "user_content.pt", "random_state.pt"])
+def test_a_small_file_that_is_missing(ranks, tmp_path, name):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    os.remove(tmp_path / "step_1" / name)
+    words = [str(tmp_path / "step_1" / name), "is missing"]
+    refused(ranks, tmp_path, load, words, error=FileNotFoundError, world_size=2)
+
+
+def test_broken_metadata(ranks, tmp_path):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    file = tmp_path / "step_1" / "metadata.json"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"float32", b"float16", 1))
+    refused(ranks, tmp_path, load, [str(file), "was altered"], world_size=2)
+    done = json.loads((tmp_path / "step_1" / "done").read_text())
+    del done["files"]["metadata.json"]
+    (tmp_path / "step_1" / "done").write_text(json.dumps(done))
+    file.write_bytes(content[: len(content) // 2])
+    refused(ranks, tmp_path, load, [str(file), "truncated or broken"], world_size=2)
+
+
+def test_a_broken_marker_is_no_checkpoint(ranks, tmp_path):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    done = tmp_path / "step_1" / "done"
+    done.write_text(done.read_text()[:100])
+    words = [str(tmp_path), "incomplete: step_1"]
+    refused(ranks, tmp_path, load, words, error=RuntimeError, world_size=2)
+
+
+def load_dict(folder):
+    load_checkpoint(folder, model={})
+
+
+def load_optimizer_dict(folder):
+    load_checkpoint(folder, model=Standin(), optimizer={})
+
+
+def load_pipeline(folder):
+    parallel_state.initialize_model_parallel(1, 2)
+    load_checkpoint(folder, model=Standin())
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (load_dict, ["tensor-parallel size 2", "this run has 4", "give the model"]),
+        (load_optimizer_dict, ["tensor-parallel size 2", "this run has 4", "give the optimizer"]),
+        (load_pipeline, ["pipeline-parallel size 1", "this run has 2"]),
+    ],
+)
+def test_a_wrong_degree(ranks, tmp_path, function, words):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    refused(ranks, tmp_path, function, [str(tmp_path / "step_1"), *words], tp=4)
+
+
+def test_a_degree_that_does_not_fit(ranks, tmp_path, capsys):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    assert main(["reshard", f"{tmp_path}/step_1", f"{tmp_path}/out/t", "--tp", "3"]) == 1
+    assert "at tensor-parallel size 3: size over parts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_nobody_may_write(ranks, asynchronous):
+    for kind, message in ranks(
+        attempt, save, "/proc/checkpoints", async_save=asynchronous, world_size=2, tp=2, timeout=30
+    ):
+        assert issubclass(kind, OSError) and "/proc/checkpoints" in message
