@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.utils import keep_ties_and_marks, move_model_to_device
+from tutorial_lib.parallel_layers.sharded_module import materialize
+from tutorial_lib.parallel_layers.utils import move_model_to_device
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 from tutorial_lib.xla_model import xla_device
 
@@ -93,27 +94,6 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _materialise(model: nn.Module, device: torch.device, param_init_fn: Callable) -> None:
-    """Gives what is on the meta device memory on `device`, and its values by `param_init_fn(module,
-    device)`.
-    """
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-    empty = [
-        module
-        for module in model.modules()
-        if any(
-            t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        )
-    ]
-    keep_ties_and_marks(model, lambda: model._apply(place))
-    with torch.no_grad():
-        for module in empty:
-            param_init_fn(module, device)
-
-
 def _build(
     nxd_config: dict, model_fn: Callable, include_buffers: bool, args: tuple, kwargs: dict
 ) -> nn.Module:
@@ -122,8 +102,9 @@ def _build(
         return move_model_to_device(model_fn(*args, **kwargs), device)
     with torch.device("meta") if include_buffers else _parameters_on_meta():
         model = model_fn(*args, **kwargs)
-    _materialise(model, device, config["param_init_fn"])
-    return model
+    with torch.no_grad():
+        materialize(model, device, lambda module: config["param_init_fn"](module, device))
+    return move_model_to_device(model, device)  # what was never on the meta device
 
 
 def initialize_parallel_model(
