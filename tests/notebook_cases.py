@@ -32,6 +32,11 @@ PARAMETER_SETS = {
         {"tp_size": 1, "steps": 6, "dropout": 0.0, "sequence_parallel": False},
         {"backend": "xla", "world_size": 2, "tp_size": 2, "steps": 6, "global_batch_size": 8},
     ],
+    "06_checkpoints": [
+        {"tp_size": 2, "steps": 3, "use_xser": True},
+        {"world_size": 2, "tp_size": 2, "kv_heads": 1, "steps": 4, "batch_size": 1},
+        {"kv_heads": 4, "use_xser": True, "steps": 7, "seq_length": 32, "seed": 1},
+    ],
 }
 
 # The parameters, and the numbers that the error has to name.
@@ -75,6 +80,13 @@ BAD_PARAMETERS = {
         ({"preset": "full"}, ["53,346,435,072", "bytes"]),
         ({"steps": 3}, [3, 4]),
     ],
+    "06_checkpoints": [
+        ({"tp_size": 3}, [4, 3]),
+        ({"tp_size": 1}, [1, 2, 4]),
+        ({"world_size": 8, "tp_size": 8}, ["heads", 4, 8]),
+        ({"kv_heads": 3}, ["heads", 4, 3]),
+        ({"steps": 1}, ["steps", 1, 2]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
@@ -85,6 +97,7 @@ QUICK = {
     "03_gpt_neox_sequence_parallel": {"world_size": 2, "steps": 4, "batch_size": 2},
     "04_llama2_selective_checkpointing": {"steps": 6},  # of fewer the loss need not fall
     "05_megatron_gpt_pretraining": {"world_size": 2, "steps": 6, "global_batch_size": 8},
+    "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 2, "batch_size": 1},
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
@@ -172,6 +185,23 @@ MISTAKES = {
         {
             "padding": ("rows_8, rows_32 = 6400, 1664", "because that is one rank's"),
             "hours": ("micro_batches, hours = 16, 24.0", "off by 0.35"),
+        },
+    ],
+    "06_checkpoints": [
+        {
+            "gate": (
+                "def full_gate(shards):\n    return torch.cat(shards)",
+                "because each rank's rows of up are still between them",
+            ),
+            "size": ("gigabytes = 6.74 * 10", "off by 26.96, because the masters are saved too"),
+        },
+        {
+            "gate": (
+                "def full_gate(shards):\n"
+                "    return torch.cat([shard.chunk(2)[1] for shard in shards])",
+                "because these are the rows of up",
+            ),
+            "size": ("gigabytes = 6.74 * 16", "because the weights themselves are bfloat16"),
         },
     ],
 }
