@@ -71,8 +71,12 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
         ],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
     for step in range(steps + 2):
-        for name, calls in ways.items():
+        # Each is the first one equally often.
+        shift = step % len(names)
+        for name in names[shift:] + names[:shift]:
+            calls = ways[name]
             dist.barrier()
             begin = time.perf_counter()
             for call in calls:

@@ -24,7 +24,10 @@ def as_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     is contiguous.
     """
     length = shard_length(tensor.numel(), size)
-    return F.pad(tensor.reshape(-1), (0, size * length - tensor.numel())).view(size, length)
+    flat, padding = tensor.reshape(-1), size * length - tensor.numel()
+    if padding:  # F.pad copies even where there is nothing to add
+        flat = F.pad(flat, (0, padding))
+    return flat.view(size, length)
 
 
 def take_shard(tensor: torch.Tensor, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
