@@ -464,7 +464,7 @@ def test_environment_of_each_backend(monkeypatch, trainium):
         )
         assert common.items() <= got.items()
         extra = {k: v for k, v in got.items() if "XLA" in k or "PJRT" in k or "NEURON" in k or "TORCHELASTIC" in k}
-        on_chip = {"PJRT_DEVICE": "NEURON", "TORCHELASTIC_RUN_ID": "tutorial"}
+        on_chip = {"PJRT_DEVICE": "NEURON", "TORCHELASTIC_RUN_ID": "tutorial", "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182"}
         on_cpu = {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"}
         assert extra == ({} if backend != "xla" else on_chip if trainium else on_cpu)
 

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tutorial_lib.network import interface_towards
+
 BACKENDS = ("cpu", "cuda", "xla")
+NEURON_ROOT_PORT = 62182  # torch-xla's own choice
 LAUNCH_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -50,6 +53,7 @@ def rank_environment(
     local_rank: int | None = None,
     local_world_size: int | None = None,
     threads: int = 1,
+    root_addr: str | None = None,
 ) -> dict[str, str]:
     """The environment of one rank, as `torchrun` would set it, to be in place before torch-xla is imported.
 
@@ -60,6 +64,7 @@ def rank_environment(
             own name often does not resolve.
         local_rank, local_world_size: rank and number of ranks on this node; by default a single node.
         threads: threads each rank computes with. More ranks × threads than cores slow every rank down.
+        root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of Trainium meet there.
 
     Raises:
         ValueError: unknown backend, or a rank outside its world.
@@ -84,15 +89,15 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if master_addr in ("127.0.0.1", "::1"):
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
     if backend == "xla":
         if on_trainium():
             # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from the variables
             # above, at import, if it believes that torchrun started the process (torch_xla/_internal/neuron.py).
             environment["TORCHELASTIC_RUN_ID"] = "tutorial"
             environment["PJRT_DEVICE"] = "NEURON"
+            environment["NEURON_RT_ROOT_COMM_ID"] = f"{root_addr or master_addr}:{NEURON_ROOT_PORT}"
+            if world_size > local_world_size:  # the network between trn1 nodes, as the published job scripts set it
+                environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
         else:
             environment["PJRT_DEVICE"] = "CPU"
             # Each process is a world of one to torch-xla, which would drop its collectives.
@@ -111,6 +116,10 @@ def init_distributed(backend: str, timeout: float = 60.0) -> None:
     """
     check_backend(backend)
     options = {"timeout": timedelta(seconds=timeout)}
+    # gloo would take the interface that has the machine's name, which on Debian is the loopback one.
+    master = os.environ.get("MASTER_ADDR")
+    if master is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(master)
     # A group that is made later gets torch's own default otherwise, half an hour, and not the time-out of the world.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options["timeout"]
     if backend == "cpu":

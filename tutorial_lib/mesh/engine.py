@@ -14,6 +14,8 @@ import traceback
 
 import psutil
 
+from tutorial_lib.network import address_towards
+
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and the store have no exception class for it
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
@@ -23,9 +25,14 @@ MAX_FRAMES = 12  # lines of a traceback that a reader is shown
 _shell = None
 
 
-def whoami() -> dict:
+def whoami(kernel_address: str) -> dict:
     """Where this engine runs; the kernel assigns the ranks by it."""
-    return {"host": socket.gethostname(), "pid": os.getpid()}
+    return {
+        "node": int(os.environ.get("SLURM_NODEID", 0)),
+        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "address": address_towards(kernel_address),  # at which the others reach it
+        "pid": os.getpid(),
+    }
 
 
 def boot(environment: dict[str, str], stale: list[str]) -> None:
@@ -204,7 +211,7 @@ def _attend(address: str, port: int, rank: int) -> None:
                 frame = sys._current_frames().get(main)
                 answer = _describe(traceback.extract_stack(frame))
             elif command["do"] == "cut":
-                answer = _cut(command["pids"])
+                answer = _cut(command["places"], address)
             elif command["do"] == "interrupt":
                 answer = os.kill(os.getpid(), signal.SIGINT)
             store.set(f"mesh/{number}/{rank}/answer", json.dumps(answer))
@@ -212,19 +219,24 @@ def _attend(address: str, port: int, rank: int) -> None:
         return
 
 
-def _cut(pids: list[int]) -> int:
+def _cut(places: list[dict], kernel_address: str) -> int:
     """Shuts every connection between this rank and the others, so that whoever waits in a collective is told at once.
 
     A TCP connection between two ranks can only belong to a collective. Destroying the process group would not do: a
     group that a variable still refers to stays open.
     """
+    own = address_towards(kernel_address)
+    elsewhere = {place["address"] for place in places} - {own, kernel_address}
     theirs = set()
-    for pid in set(pids) - {os.getpid()}:
+    for place in places:
+        if place["address"] != own or place["pid"] == os.getpid():
+            continue
         try:
-            theirs |= {tuple(c.laddr) for c in psutil.Process(pid).net_connections("tcp") if c.raddr}
+            theirs |= {tuple(c.laddr) for c in psutil.Process(place["pid"]).net_connections("tcp") if c.raddr}
         except psutil.Error:
             continue
-    mine = [c for c in psutil.Process().net_connections("tcp") if c.raddr and tuple(c.raddr) in theirs]
+    connections = [c for c in psutil.Process().net_connections("tcp") if c.raddr]
+    mine = [c for c in connections if tuple(c.raddr) in theirs or c.raddr.ip in elsewhere]
     for connection in mine:
         try:
             with socket.socket(fileno=os.dup(connection.fd)) as duplicate:

@@ -9,9 +9,9 @@
     mesh.gather("rank")      # [0, 1, 2, 3]
 
 One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher left in it, and get what
-`torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. All of this is written for
-ranks on the kernel's own machine; `tutorial_lib.mesh.engines` is the one place that says so. Ranks are assigned by where an
-engine runs, never by its id, and local ranks are counted on each host, so for several nodes only that module has to change.
+`torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. Ranks run on the kernel's
+own machine (`tutorial_lib.mesh.engines`) or on nodes that SLURM gives (`tutorial_lib.mesh.slurm`). They are assigned by where
+an engine runs, never by its id.
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
 `RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
@@ -28,14 +28,16 @@ from IPython import get_ipython
 
 from tutorial_lib.mesh import engine, magics
 from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
-from tutorial_lib.mesh.engines import ADDRESS, Engines
+from tutorial_lib.mesh.engines import Engines, LocalLauncher
 from tutorial_lib.mesh.report import MeshError, RankError, describe_failure
+from tutorial_lib.mesh.slurm import SlurmLauncher, check_slurm
 from tutorial_lib.mesh.watch import Rendezvous, Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
 # Seconds a collective waits for its peers. With XLA they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
+LAUNCHERS = ("local", "slurm")
 _current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
 
 
@@ -55,9 +57,11 @@ class Mesh:
         backend: `cpu`, `cuda` or `xla`.
         timeout: seconds that a collective waits for its peers before it raises. By default 20, and 3600 on Trainium.
         threads: threads each rank computes with.
+        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
+        slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
 
     Raises:
-        ValueError: sizes that do not fit, or a backend that cannot work here; before anything is started.
+        ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before anything is started.
     """
 
     def __init__(
@@ -68,8 +72,12 @@ class Mesh:
         *,
         timeout: float | None = None,
         threads: int = 1,
+        launcher: str = "local",
+        nodes: int = 1,
+        slurm_options: str = "",
     ):
-        for name, size in (("world_size", world_size), ("tp_size", tp_size), ("threads", threads)):
+        sizes = {"world_size": world_size, "tp_size": tp_size, "threads": threads, "nodes": nodes}
+        for name, size in sizes.items():
             if (name, size) != ("tp_size", None) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name} {size!r} is not a positive whole number")
         if tp_size is not None and world_size % tp_size:
@@ -77,12 +85,21 @@ class Mesh:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout {timeout!r} is not a positive number of seconds")
         check_backend(backend)
-        if backend == "cuda" and world_size > torch.cuda.device_count():
+        if launcher not in LAUNCHERS:
+            raise ValueError(f"launcher {launcher!r} is not one of {', '.join(LAUNCHERS)}")
+        if launcher == "local" and (nodes > 1 or slurm_options):
+            raise ValueError(f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not 'local'")
+        if world_size % nodes:
+            raise ValueError(f"world_size {world_size} is not divisible by nodes {nodes}")
+        if launcher == "slurm":
+            check_slurm()
+        elif backend == "cuda" and world_size > torch.cuda.device_count():
             raise ValueError(f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
         if timeout is None:
             timeout = TIMEOUT if backend != "xla" else TIMEOUT_TRAINIUM if on_trainium() else TIMEOUT_XLA_CPU
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
         self.timeout, self.threads = timeout, threads
+        self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
         self.pids: list[int] = []  # of the ranks, in their order
         self._engines: Engines | None = None
         self._rendezvous: Rendezvous | None = None
@@ -99,7 +116,10 @@ class Mesh:
         _current = self
         atexit.register(self.close)
         try:
-            self._engines = Engines(self.world_size)
+            local = self.launcher == "local"
+            launcher = LocalLauncher() if local else SlurmLauncher(self.nodes, self.threads, self.slurm_options)
+            self._engines = Engines(self.world_size, launcher)
+            self._address = launcher.address
             self.pids = [process.pid for process in self._engines.processes]
             self._boot()
             self._join()
@@ -112,11 +132,13 @@ class Mesh:
 
     def __str__(self) -> str:
         axes = "" if self.tp_size is None else f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
-        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{axes}, backend {self.backend}"
+        nodes = f" on {self.nodes} node{'s' * (self.nodes > 1)}" if self.launcher != "local" else ""
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend {self.backend}"
 
     def _boot(self) -> None:
         """Engines become ranks: each gets what `torchrun` would give it, before torch is imported there."""
-        hosts = self._engines.hosts
+        places = self._engines.places
+        hosts = [place["host"] for place in places]
         stale = [name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]
         booting = {}
         for rank, host in enumerate(hosts):
@@ -124,11 +146,12 @@ class Mesh:
                 self.backend,
                 rank,
                 self.world_size,
-                master_addr=ADDRESS,
+                master_addr=self._address,
                 master_port=0,  # `_join` sets it
                 local_rank=hosts[:rank].count(host),
                 local_world_size=hosts.count(host),
                 threads=self.threads,
+                root_addr=places[0]["address"],
             )
             # The kernel serves the rendezvous, as torchrun's agent does: its port is bound before a rank hears of it.
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -138,8 +161,9 @@ class Mesh:
     def _join(self) -> None:
         """All ranks join a new process group, and show that they hear one another."""
         self._call(engine.leave)
-        self._rendezvous = there = Rendezvous(ADDRESS, self.pids)
-        self._call(engine.join, self.backend, self.timeout, self.tp_size, ADDRESS, there.port, there.control_port)
+        self._rendezvous = there = Rendezvous(self._address, self._engines.places)
+        ports = there.port, there.control_port
+        self._call(engine.join, self.backend, self.timeout, self.tp_size, self._address, *ports)
         self._remedy = ""
         self.check(quiet=True)
 

@@ -4,13 +4,14 @@ All processes of a mesh (engines, controller, their helpers, data-loader workers
 IPP_CLUSTER_ID, which ipyparallel sets and which is unique to the mesh. What carries it belongs to the mesh. So there is
 nothing to register, and nothing is missed that was started a moment before the kernel was killed.
 
-Run as a script, `reaper.py CLUSTER_ID DIRECTORY`, it is a small process that outlives its parent, the notebook's kernel,
-just long enough to clean up after it.
+Run as a script, `reaper.py CLUSTER_ID DIRECTORY [COMMAND…]`, it is a small process that outlives its parent, the notebook's kernel,
+just long enough to clean up after it. COMMAND ends what runs on other machines.
 """
 
 import os
 import select
 import shutil
+import subprocess
 import sys
 import time
 
@@ -60,12 +61,14 @@ def _send(targets: list[psutil.Process], how: str) -> None:
     psutil.wait_procs(targets, timeout=SETTLE)
 
 
-def main(cluster_id: str, directory: str) -> None:
+def main(cluster_id: str, directory: str, *command: str) -> None:
     """Waits until the parent process is gone or its pipe is closed, then ends the mesh and removes its files."""
     parent = os.getppid()
     while os.getppid() == parent:
         if select.select([0], [], [], 1.0)[0] and os.read(0, 1) == b"":  # end of file: the kernel closed it, or died
             break
+    if command:
+        subprocess.run(command, check=False)
     while reap(cluster_id):
         time.sleep(0.3)
     shutil.rmtree(directory, ignore_errors=True)

@@ -5,13 +5,11 @@ through a store that a thread of the rank listens to (`tutorial_lib.mesh.engine`
 """
 
 import json
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import ipyparallel as ipp
-import psutil
 from torch.distributed import TCPStore
 
 GRACE = 3.0  # seconds that ranks get to end by themselves once another has failed, and again after each stronger measure
@@ -25,13 +23,13 @@ class Rendezvous:
     Their ports are bound here before a rank hears of them, so no port can be taken by somebody else in between.
     """
 
-    def __init__(self, address: str, pids: list[int]):
-        self._pids = pids
+    def __init__(self, address: str, places: list[dict]):
+        self._places = places
         self._stores = [TCPStore(address, 0, is_master=True, wait_for_workers=False) for _ in range(2)]
         for store in self._stores:
             store.set_timeout(timedelta(seconds=PATIENCE))
         self.port, self.control_port = (store.port for store in self._stores)
-        self._asked = [0] * len(pids)
+        self._asked = [0] * len(places)
 
     def close_meeting(self) -> None:
         """Closes the store of the process group; ranks that wait there for a peer raise."""
@@ -44,7 +42,7 @@ class Rendezvous:
         for rank in ranks:
             keys[rank] = f"mesh/{self._asked[rank]}/{rank}"
             self._asked[rank] += 1
-            control.set(keys[rank], json.dumps({"do": do, "pids": self._pids}))
+            control.set(keys[rank], json.dumps({"do": do, "places": self._places}))
         answers = {}
         deadline = time.monotonic() + PATIENCE
         while len(answers) < len(keys) and time.monotonic() < deadline:
@@ -60,7 +58,7 @@ class Watch:
 
     Args:
         tasks: the result to come, by rank.
-        processes: the process of each rank, by rank.
+        processes: the process of each rank, by rank: `LocalProcess` or `SlurmProcess`.
         rendezvous: of the process group that is up, or None.
         timeout: seconds that a collective waits for its peers.
 
@@ -73,7 +71,7 @@ class Watch:
     def __init__(
         self,
         tasks: dict[int, ipp.AsyncResult],
-        processes: list[psutil.Process],
+        processes: list,
         rendezvous: Rendezvous | None,
         timeout: float,
     ):
@@ -109,7 +107,7 @@ class Watch:
 
     def _pending(self) -> list[int]:
         for rank in self._tasks.keys() - self.dead:
-            if not is_alive(self._processes[rank]):
+            if not self._processes[rank].is_alive():
                 self.dead.add(rank)
         return [rank for rank, task in self._tasks.items() if rank not in self.dead and not task.ready()]
 
@@ -143,7 +141,7 @@ class Watch:
         if self._rendezvous is not None:
             places = self._rendezvous.ask("where", pending)
             for measure in measures:
-                alive = [rank for rank, process in enumerate(self._processes) if is_alive(process)]
+                alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
                 if measure == "cut":
                     self._rendezvous.close_meeting()
                 self._rendezvous.ask(measure, alive if measure == "cut" else pending)
@@ -172,27 +170,9 @@ class Watch:
                 except ValueError:  # raised by IPython itself, such as for an unknown magic, and so without a traceback
                     if not dead:
                         return _without_place(f"{error.ename}: {error.evalue}")
-        return _without_place(_cause_of_death(self._processes[rank])) if dead else None
+        return _without_place(self._processes[rank].cause_of_death()) if dead else None
 
 
 def _without_place(error: str) -> dict:
     return {"error": error, "frames": [], "line": None, "waited_in": None}
 
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether the process runs still."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _cause_of_death(process: psutil.Process) -> str:
-    time.sleep(0.2)  # ipyparallel waits for the process, too, and one of the two gets its status
-    status = process.wait(timeout=PATIENCE)
-    if status is None:
-        return "the process is gone"
-    if status < 0:
-        hint = ": the usual reason is that memory ran out" if -status == signal.SIGKILL else ""
-        return f"the process was killed by {signal.Signals(-status).name}{hint}"
-    return f"the process exited with status {status}"
