@@ -6,9 +6,10 @@ import psutil
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the network on which it reaches `host` (a name or an IPv4 address)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # chooses a route; nothing is sent
+    """The address of this machine on the network on which it reaches `host`, a name or an address."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # chooses a route; nothing is sent
         return probe.getsockname()[0]
 
 
@@ -20,6 +21,6 @@ def interface_towards(host: str) -> str:
     """
     address = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+        if any(one.address.partition("%")[0] == address for one in addresses):  # a scope may stand behind the %
             return name
     raise RuntimeError(f"no network interface has the address {address}, from which {host} is reached")

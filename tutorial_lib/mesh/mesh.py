@@ -123,6 +123,9 @@ class Mesh:
             self.pids = [process.pid for process in self._engines.processes]
             self._boot()
             self._join()
+        except KeyboardInterrupt:
+            self.close()
+            raise MeshInterrupted("the ranks were not up yet, and are ended: mesh.start() starts them") from None
         except BaseException:
             self.close()
             raise

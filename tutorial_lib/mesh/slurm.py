@@ -69,7 +69,7 @@ class Job:
 
     def look(self) -> str:
         """`PENDING`, `RUNNING`, … or how it ended."""
-        if self.state in GOING_ON and time.monotonic() - self._looked_at > POLL:
+        if self.state in {"COMPLETING", *GOING_ON} and time.monotonic() - self._looked_at > POLL:
             shown = subprocess.run(
                 ["scontrol", "--oneliner", "show", "job", self.job_id], capture_output=True, text=True
             )
@@ -87,6 +87,10 @@ class Job:
         return self.look() in GOING_ON
 
     def describe_end(self) -> str:
+        """Why it ended; with a node that is gone it may stay COMPLETING for minutes, but the reason is there."""
+        deadline = time.monotonic() + 5 * POLL
+        while self.look() == "COMPLETING" and self.reason == "None" and time.monotonic() < deadline:
+            time.sleep(POLL / 4)
         because = "" if self.reason == "None" else f", {self.reason}"
         return f"SLURM's job {self.job_id} ended: {self.state}{because}"
 

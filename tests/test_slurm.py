@@ -1,0 +1,164 @@
+"""Several nodes: a mesh in a SLURM job, and every way in which it can end. Two nodes on one machine."""
+
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from tests import slurm
+from tests.notebook import Notebook, Traces
+from tutorial_lib.mesh import Mesh
+
+SETUP = """
+import sys
+sys.path.insert(0, ".")
+from tutorial_lib.mesh import Mesh
+"""
+ON_NODES = 'mesh = Mesh(world_size=4, tp_size=2, timeout=20, launcher="slurm", nodes=2)\nmesh.start()'
+# The run of tests/test_checkpoint_resume.py: ZeRO-1, accumulation, dropout, a schedule.
+MODEL = "%%px\nimport sys\nsys.path.insert(0, '.')\nfrom tests.test_checkpoint_resume import *\n"
+TRAIN = MODEL + "run = Run('llama', True, 5, torch.float32)\nlosses = [loss for loss, *_ in run.train(0)]\n"
+RESUME = MODEL + (
+    "run = Run('llama', True, 99, torch.float32)\n"
+    "content = load_checkpoint({folder!r}, None, *run.all)\n"
+    "run.sampler.load_state_dict(content['data'])\n"
+    "losses = [loss for loss, *_ in run.train(content['global_step'])]\n"
+)
+
+
+# ---- before anything starts ----
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"launcher": "pbs"}, ["'pbs'", "local, slurm"]),
+        ({"nodes": 2}, ["nodes 2", "slurm"]),
+        ({"slurm_options": "--exclusive"}, ["'--exclusive'", "slurm"]),
+        ({"nodes": 0, "launcher": "slurm"}, ["nodes 0"]),
+        ({"nodes": 3, "launcher": "slurm"}, ["4", "3", "divisible"]),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said):
+    with pytest.raises(ValueError) as error:
+        Mesh(4, **arguments)
+    assert all(word in str(error.value) for word in said), error.value
+
+
+def test_a_machine_without_slurm_is_told_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="launcher 'slurm' needs sbatch, srun, scancel, scontrol, sinfo"):
+        Mesh(4, launcher="slurm", nodes=2)
+
+
+# ---- on a cluster ----
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if missing := slurm.missing():
+        pytest.skip(f"SLURM is not installed: no {', '.join(missing)} (Debian: slurm-wlm)")
+    with slurm.Cluster() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def one_notebook(cluster):
+    with Notebook(cluster.environment) as notebook:
+        notebook.run(SETUP)
+        yield notebook
+
+
+@pytest.fixture
+def notebook(one_notebook):
+    """A notebook with its mesh up on the nodes."""
+    one_notebook.run(f"if globals().get('mesh') is None or mesh._remedy:\n    {ON_NODES.replace(chr(10), chr(10) + '    ')}")
+    return one_notebook
+
+
+def _gone(cluster) -> bool:
+    deadline = time.monotonic() + 10
+    while cluster.jobs() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not cluster.jobs()
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(cluster, one_notebook, tmp_path):
+    one_notebook.run("mesh = Mesh(world_size=4, tp_size=2)\nmesh.start()")
+    one_notebook.run(TRAIN)
+    local = one_notebook.run("print(mesh.gather('losses'))")
+    printed = one_notebook.run(ON_NODES)
+    assert printed.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
+    places = "(rank, os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], os.environ['SLURMD_NODENAME'])"
+    one_notebook.run("%%px\nimport os")
+    assert one_notebook.run(f'print(mesh.gather("{places}"))') == (
+        "[(0, '0', '0', 'n1'), (1, '1', '0', 'n1'), (2, '0', '1', 'n2'), (3, '1', '1', 'n2')]\n"
+    )
+    one_notebook.run(TRAIN)
+    assert one_notebook.run("print(mesh.gather('losses'))") == local
+
+    # A node dies while the ranks train; the checkpoint of the third step is complete.
+    one_notebook.run(
+        "%%px\nimport time\n"
+        f"never_stopped({str(tmp_path)!r}, 'llama', True, dtype=torch.float32)\n"
+        "run = Run('llama', True, 5, torch.float32)"
+    )
+    threading.Timer(3, cluster.kill_node, ["n2"]).start()
+    text = one_notebook.fail("%%px\nrun.train(0, lambda step: time.sleep(2))", within=60)
+    assert re.search(r"ranks 0, 1, 2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown", text), text
+    assert "mesh.restart() starts new ranks." in text
+    one_notebook.run("mesh.close()")
+    cluster.start_node("n2")
+    one_notebook.run("mesh.restart()")
+    one_notebook.run(RESUME.format(folder=str(tmp_path)))
+    assert one_notebook.run("print(mesh.gather('losses'))") == local
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_while_others_wait_and_a_reset(notebook):
+    text = notebook.fail("%%px\nif rank == 3:\n    raise KeyError('k')\ndist.barrier()", within=20)
+    assert "rank 3: KeyError: 'k'" in text and "ranks 0, 1, 2 waited in barrier" in text
+    notebook.run("mesh.reset()\nmesh.check()")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(notebook):
+    text = notebook.fail("%%px\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()", within=30)
+    assert "rank 1: process " in text and " on n1 is gone" in text and "mesh.restart()" in text, text
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled(cluster, notebook):
+    notebook.run("import subprocess, threading")
+    cancel = "threading.Timer(2, subprocess.run, [['scancel', mesh._engines._launcher.job.job_id]]).start()"
+    notebook.run(cancel)
+    text = notebook.fail("%%px\nimport time\ntime.sleep(60)", within=30)
+    assert "SLURM's job" in text and "CANCELLED" in text, text
+    assert _gone(cluster)
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
+    one_notebook.run("if globals().get('mesh'): mesh.close()")
+    assert _gone(cluster)
+    one_notebook.interrupt_after(4)
+    too_much = 'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, slurm_options="--begin=now+1hour")'
+    one_notebook.run(too_much)
+    assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
+    assert "is pending: BeginTime" in "".join(o.text for o in one_notebook.outputs if o.output_type == "stream")
+    assert _gone(cluster)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_killed_leaves_no_job(cluster):
+    with Notebook(cluster.environment) as notebook:
+        notebook.run(SETUP)
+        notebook.run(ON_NODES)
+        assert len(cluster.jobs()) == 1
+        traces = Traces(notebook.kernel)
+        notebook.kernel.send_signal(signal.SIGKILL)
+        assert _gone(cluster)
+        traces.assert_gone(within=15, kernel_too=True)
