@@ -375,9 +375,9 @@ def test_sizes_rates_and_data_have_no_default(capsys):
     assert all(f"--{name.replace('_', '-')}" in message for name in required)
 
 
-def torchrun(given: GPTArguments, log: Path) -> subprocess.Popen:
-    """Two ranks in processes of their own, as a terminal would start them."""
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+def torchrun(given: GPTArguments, log: Path, ranks: int = 2) -> subprocess.Popen:
+    """Ranks in processes of their own, as a terminal would start them."""
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
     script = "-m tutorial_lib.training.pretrain_gpt".split()
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *command_line(given)],

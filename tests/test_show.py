@@ -86,6 +86,14 @@ def test_claims_are_in_the_file_and_fatal_where_they_fail(tmp_path):
     assert claims.table().marked == set()
 
 
+def test_a_claim_that_is_only_compiled_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    claims = show.Claims(tmp_path, {})
+    claims.add("loss", 0.0, 2.5)
+    assert "only compiled" in claims.table()._repr_html_()
+    assert not json.loads((tmp_path / "results.json").read_text())["claims"][0]["passed"]
+
+
 @pytest.mark.parametrize(
     "measured, expected, options",
     [

@@ -1,15 +1,24 @@
 """Several nodes: a mesh in a SLURM job, and every way in which it can end. Two nodes on one machine."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests import slurm
 from tests.notebook import Notebook, Traces
+from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
+from tutorial_lib.batch_script import batch_script
+from tutorial_lib.batch_script import main as batch_script_command
 from tutorial_lib.mesh import Mesh
+from tutorial_lib.training.gpt_arguments import command_line
 
 SETUP = """
 import sys
@@ -51,6 +60,34 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="launcher 'slurm' needs sbatch, srun, scancel, scontrol, sinfo"):
         Mesh(4, launcher="slurm", nodes=2)
+
+
+# ---- batch files ----
+
+
+def test_a_batch_file_that_makes_no_sense_is_refused(capsys):
+    with pytest.raises(ValueError, match="no command"):
+        batch_script([], 1, 1)
+    with pytest.raises(ValueError, match="nodes 0 is below 1"):
+        batch_script(["train.py"], 0, 1)
+    with pytest.raises(SystemExit):
+        batch_script_command(["--nodes", "1", "--ranks-per-node", "-3", "--", "train.py"])
+    assert "ranks_per_node -3 is below 1" in capsys.readouterr().err
+
+
+def test_words_of_the_command_arrive_as_they_are(tmp_path):
+    words = ["show.py", "a b", 'c"d', "it's $HOME", "*"]
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    for name in ("torchrun", "srun"):
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    shown = subprocess.run(
+        ["bash"], input=batch_script(words, 2, 3), capture_output=True, text=True, check=True,
+        env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=tmp_path,
+    )  # fmt: skip
+    meeting = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3", "--master-addr=10.0.0.1", "--master-port=20007"]
+    assert shown.stdout.splitlines() == meeting + words
 
 
 # ---- on a cluster ----
@@ -162,3 +199,48 @@ def test_a_kernel_that_is_killed_leaves_no_job(cluster):
         notebook.kernel.send_signal(signal.SIGKILL)
         assert _gone(cluster)
         traces.assert_gone(within=15, kernel_too=True)
+
+
+def _submit(cluster, folder: Path, log: str, command: list[str], **options) -> None:
+    """Submits the batch file of a run on both nodes, with the tools of this environment on its path."""
+    script = batch_script(command, 2, 2, options=[f"--output={folder / log}"], **options)
+    (folder / "run.sbatch").write_text(script)
+    path = f"{folder}:{Path(sys.executable).parent}:{slurm.PATH}"
+    given = os.environ | cluster.environment | {"PATH": path}
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run(["sbatch", str(folder / "run.sbatch")], env=given, cwd=root, check=True, capture_output=True)
+
+
+def _wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data, tmp_path):  # noqa: F811
+    (tmp_path / "neuron_parallel_compile").write_text('#!/bin/sh\nNEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"\n')
+    (tmp_path / "neuron_parallel_compile").chmod(0o755)
+    _wait_for(lambda: not cluster.jobs(), 20)
+    given = arguments(data, tensor_model_parallel_size=2, train_iters=60, eval_iters=0)
+    assert torchrun(given, tmp_path / "whole.log", ranks=4).wait(200) == 0, (tmp_path / "whole.log").read_text()
+    on_nodes = replace(given, save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=10)
+    command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(on_nodes)]
+
+    _submit(cluster, tmp_path, "first.log", command, precompile=["--exit-interval", "2"])
+    log = tmp_path / "first.log"
+    _wait_for(lambda: log.exists() and len(losses(log)) >= 2 + 15, 120)
+    cluster.kill_node("n2")
+    _wait_for(lambda: not cluster.jobs(), 60)
+    cluster.start_node("n2")
+    compiled, first = losses(log)[:2], losses(log)[2:]
+    whole = losses(tmp_path / "whole.log")
+    assert compiled == whole[:2]
+    assert first == whole[: len(first)] and 15 <= len(first) < 60  # so no checkpoint of the compiling was taken
+
+    _submit(cluster, tmp_path, "second.log", command)
+    _wait_for(lambda: not cluster.jobs(), 120)
+    second = losses(tmp_path / "second.log")
+    assert second == whole[len(whole) - len(second) :], (tmp_path / "second.log").read_text()
+    assert len(first) // 10 * 10 == len(whole) - len(second)

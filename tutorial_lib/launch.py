@@ -27,6 +27,11 @@ def on_trainium() -> bool:
     return importlib.util.find_spec("libneuronxla") is not None
 
 
+def only_compiles() -> bool:
+    """Whether `neuron_parallel_compile` runs this program: graphs are then compiled and not run, so no value means anything."""
+    return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "") not in ("", "0")
+
+
 def check_backend(backend: str) -> None:
     """Raises ValueError if `backend` is unknown or cannot work on this machine, with what is missing."""
     if backend not in BACKENDS:

@@ -6,6 +6,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tutorial_lib.launch import only_compiles
 from tutorial_lib.training.metrics import Metric, TrainingMetrics, plain
 
 from .tables import Table, text
@@ -40,7 +41,7 @@ class Claims:
             relation: `==`, or `<=`, `>=`, `<`, `>` for a bound (which takes no tolerance).
 
         Raises:
-            ClaimError: it does not hold. The claim is in `results.json` nevertheless.
+            ClaimError: it does not hold, unless graphs are only compiled. The claim is in `results.json` nevertheless.
             ValueError: an unknown relation, or a tolerance where none makes sense.
         """
         if relation not in _RELATIONS:
@@ -61,7 +62,7 @@ class Claims:
         self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
         claims = list(self._claims.values())
         self._file.update(lambda content: content.update(claims=claims))
-        if not passed:
+        if not passed and not only_compiles():
             distance = f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
             raise ClaimError(f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}{distance}")
 
@@ -71,8 +72,9 @@ class Claims:
 
     def table(self) -> Table:
         """Every claim so far."""
+        failing = "only compiled" if only_compiles() else "FAILS"
         rows = [
-            [claim["name"], text(claim["measured"]), _expectation(claim), "holds" if claim["passed"] else "FAILS"]
+            [claim["name"], text(claim["measured"]), _expectation(claim), "holds" if claim["passed"] else failing]
             for claim in self._claims.values()
         ]
         failed = {row for row, claim in enumerate(self._claims.values()) if not claim["passed"]}

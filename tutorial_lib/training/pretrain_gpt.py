@@ -107,14 +107,16 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
         optimizer, arguments.schedule(batch), batch, arguments.scheduler_mismatch
     )
     sampler = ResumableBatchSampler(training, arguments.micro_batch_size, shuffle=False)
-    iteration = gpt_checkpoint.load(arguments, model, optimizer, scheduler, sampler)
+    iteration, compiling = 0, launch.only_compiles()
+    if not compiling:  # what is computed then is worth no checkpoint
+        iteration = gpt_checkpoint.load(arguments, model, optimizer, scheduler, sampler)
 
     run, logger = Run([], model=model), GPTLogger(arguments, batch)
     saved = iteration
 
     def save(iteration: int) -> None:
         nonlocal saved
-        if arguments.save_dir and saved != iteration:
+        if arguments.save_dir and saved != iteration and not compiling:
             gpt_checkpoint.save(arguments, iteration, model, optimizer, scheduler, sampler)
             saved = iteration
 
