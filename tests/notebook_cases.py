@@ -37,6 +37,11 @@ PARAMETER_SETS = {
         {"world_size": 2, "tp_size": 2, "kv_heads": 1, "steps": 4, "batch_size": 1},
         {"kv_heads": 4, "use_xser": True, "steps": 7, "seq_length": 32, "seed": 1},
     ],
+    "07_plan_a_real_run": [
+        {"world_size": 2, "tp_size": 1},
+        {"world_size": 4, "tp_size": 4, "batch_size": 1, "seq_length": 64},
+        {"world_size": 2, "tp_size": 2, "model": "gpt-neox-20b", "instance": "h100x8"},
+    ],
 }
 
 # The parameters, and the numbers that the error has to name.
@@ -87,6 +92,13 @@ BAD_PARAMETERS = {
         ({"kv_heads": 3}, ["heads", 4, 3]),
         ({"steps": 1}, ["steps", 1, 2]),
     ],
+    "07_plan_a_real_run": [
+        ({"tp_size": 3}, [4, 3]),
+        ({"seq_length": 33}, [33, 2]),
+        ({"model": "gpt-5"}, ["'gpt-5'", "llama2-7b"]),
+        ({"instance": "p5"}, ["'p5'", "h100x8"]),
+        ({"preset": "full", "world_size": 32, "tp_size": 8}, ["bytes", 32, "842,534,912 of", "Collectives of a step"]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
@@ -98,6 +110,7 @@ QUICK = {
     "04_llama2_selective_checkpointing": {"steps": 6},  # of fewer the loss need not fall
     "05_megatron_gpt_pretraining": {"world_size": 2, "steps": 6, "global_batch_size": 8},
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 2, "batch_size": 1},
+    "07_plan_a_real_run": {"world_size": 2, "batch_size": 1, "seq_length": 32},
 }
 
 # One run for each entry: what somebody wrote into the exercises' cells, and what the checks should say to it.
@@ -202,6 +215,16 @@ MISTAKES = {
                 "because these are the rows of up",
             ),
             "size": ("gigabytes = 6.74 * 16", "because the weights themselves are bfloat16"),
+        },
+    ],
+    "07_plan_a_real_run": [
+        {
+            "smallest": ("smallest = 4", "off by 4, because weights and gradients alone"),
+            "leaving": ("gigabytes = 100", "because replicas on one node can add up first"),
+        },
+        {
+            "smallest": ("smallest = 16", "off by 8, because 16 ranks cannot share 40 heads"),
+            "leaving": ("gigabytes = 3.1", "because that is one tensor-parallel part"),
         },
     ],
 }

@@ -25,7 +25,7 @@ def test_every_notebook_has_its_cases():
 # Cases from this number on are for `make test-grid`: what they take beside everything else has not been measured.
 PARAMETERS_IN_TEST_FULL = {
     "03_gpt_neox_sequence_parallel": 0, "04_llama2_selective_checkpointing": 0, "05_megatron_gpt_pretraining": 1,
-    "06_checkpoints": 2,
+    "06_checkpoints": 2, "07_plan_a_real_run": 1,
 }  # fmt: skip
 MISTAKES_IN_TEST_FULL = dict.fromkeys(PARAMETERS_IN_TEST_FULL, 0)
 
