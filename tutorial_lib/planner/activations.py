@@ -65,10 +65,16 @@ def _ids(run: Run, backend: str) -> float:
     return run.micro_batch * run.sequence * (embedding + ID + masks + max(4, run.dtype.itemsize))
 
 
+def _statistics(run: Run, backend: str) -> int:
+    """Mean and deviation of a token in a LayerNorm: on a device in float32 at least."""
+    return 2 * (run.dtype.itemsize if backend == "cpu" else max(4, run.dtype.itemsize))
+
+
 def _gpt_neox(run: Run, backend: str) -> tuple[float, float]:
     config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
     cut = run.tp if run.sequence_parallel else 1
-    ends = _causal_ends(run, backend, 8)
+    statistics = _statistics(run, backend)
+    ends = _causal_ends(run, backend, statistics)
     if run.checkpointing == "full":
         return tokens * config.hidden_size * element / cut, ends
     if config.hidden_act != "gelu" or config.hidden_dropout or config.attention_dropout:
@@ -87,6 +93,7 @@ def _gpt_neox(run: Run, backend: str) -> tuple[float, float]:
         * int(config.rope_parameters["partial_rotary_factor"] * _head(config))
         * element
     )
+    layer += tokens * 2 * (statistics - 8) / cut  # which it has in float32
     return layer - fused + _sdpa(run, backend), ends + rotary
 
 
@@ -94,7 +101,8 @@ def _gpt(run: Run, backend: str) -> tuple[float, float]:
     config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
     hidden, tp = config.hidden_size, run.tp
     cut = tp if run.sequence_parallel else 1
-    ends = _causal_ends(run, backend, 8) + ID * run.sequence  # and the positions
+    statistics = _statistics(run, backend)
+    ends = _causal_ends(run, backend, statistics) + ID * run.sequence  # and the positions
     if config.embd_pdrop:
         ends += tokens * hidden * element / cut  # its mask
     if run.checkpointing == "full":
@@ -115,7 +123,7 @@ def _gpt(run: Run, backend: str) -> tuple[float, float]:
     else:
         attention = around + config.num_attention_heads // tp * tokens * run.sequence * element
     norms = (
-        tokens * (4 * hidden * element + 2 * 2 * 4) / cut
+        tokens * (4 * hidden * element + 2 * statistics) / cut
     )  # each its input and output; mean and deviation
     mlp = tokens * 5 * run.features * element / tp  # gelu_new is written out
     return norms + attention + mlp, ends + (0 if flash else run.sequence**2)
@@ -148,7 +156,7 @@ def _llama(run: Run, backend: str) -> tuple[float, float]:
 def _bert(run: Run, backend: str) -> tuple[float, float]:
     config, element, batch = run.config, run.dtype.itemsize, run.micro_batch
     tokens, hidden = batch * run.sequence, config.hidden_size
-    stream, statistics = tokens * hidden * element, tokens * 2 * 4
+    stream, statistics = tokens * hidden * element, tokens * _statistics(run, backend)
     dropout = config.hidden_dropout_prob > 0
     ends = (5 + dropout) * stream + 2 * statistics  # embeddings, pooler, transform
     ends += batch * hidden * element + batch * 2 * element  # pooled, next sentence
