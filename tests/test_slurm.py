@@ -136,6 +136,7 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(cluste
     )
     one_notebook.run(TRAIN)
     assert one_notebook.run("print(mesh.gather('losses'))") == local
+    assert not Path("slurm_engine.sbatch").exists()  # the job's files are all in the mesh's own folder
 
     # A node dies while the ranks train; the checkpoint of the third step is complete.
     one_notebook.run(
@@ -190,7 +191,9 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_is_killed_leaves_no_job(cluster):
+def test_a_kernel_that_is_killed_leaves_no_job(cluster, one_notebook):
+    one_notebook.run("if globals().get('mesh'): mesh.close()")
+    assert _gone(cluster)
     with Notebook(cluster.environment) as notebook:
         notebook.run(SETUP)
         notebook.run(ON_NODES)

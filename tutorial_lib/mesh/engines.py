@@ -52,7 +52,7 @@ class LocalLauncher:
     address = "127.0.0.1"  # where the ranks reach the kernel: a laptop's own name often does not resolve
     directory = None  # the engines' files are in the system's temporary folder
 
-    def prepare(self, cluster_id: str, count: int, config: Config) -> tuple[str, list[str]]:
+    def prepare(self, cluster_id: str, count: int, directory: str, config: Config) -> tuple[str, list[str]]:
         """Sets what ipyparallel has to know; its name for the launcher, and a command that ends what it started."""
         # The engines' nannies would only tell ipyparallel of deaths that `Watch` sees by itself.
         config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False"]
@@ -97,7 +97,7 @@ class Engines:
         self._directory = tempfile.mkdtemp(prefix=f"{self.cluster_id}-", dir=launcher.directory)
         self._client: ipp.Client | None = None
         config = Config()
-        name, end = launcher.prepare(self.cluster_id, count, config)
+        name, end = launcher.prepare(self.cluster_id, count, self._directory, config)
         self._reaper = subprocess.Popen(
             [sys.executable, reaper.__file__, self.cluster_id, self._directory, *end],
             stdin=subprocess.PIPE,

@@ -136,9 +136,10 @@ class SlurmLauncher:
         self.directory = resolve("build/mesh")  # the nodes have to see it
         self.job: Job | None = None
 
-    def prepare(self, cluster_id: str, count: int, config: Config) -> tuple[str, list[str]]:
+    def prepare(self, cluster_id: str, count: int, directory: str, config: Config) -> tuple[str, list[str]]:
         """See `LocalLauncher.prepare`."""
         config.HeartMonitor.period = 1000  # milliseconds
+        config.SlurmEngineSetLauncher.batch_file_name = f"{directory}/job.sbatch"
         config.SlurmEngineSetLauncher.batch_template = BATCH_TEMPLATE.format(
             nodes=self.nodes,
             per_node=count // self.nodes,
