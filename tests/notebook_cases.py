@@ -44,6 +44,14 @@ PARAMETER_SETS = {
     ],
 }
 
+# With which a notebook runs on `xla`: as little as will do, as compiling takes most of the time.
+XLA_PARAMETERS = {
+    "01_developer_guide": {"steps": 3},
+    "02_bert_tensor_parallel": {"steps": 4},
+    "03_gpt_neox_sequence_parallel": {"steps": 3, "batch_size": 2},
+    "04_llama2_selective_checkpointing": {"steps": 4},
+}
+
 # The parameters, and the numbers that the error has to name.
 BAD_PARAMETERS = {
     "00_meet_the_mesh": [

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import nbformat
 import pytest
@@ -9,7 +10,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from notebooks import run
 
-from .notebook_cases import BAD_PARAMETERS, MISTAKES, PARAMETER_SETS, QUICK
+from .notebook_cases import BAD_PARAMETERS, MISTAKES, PARAMETER_SETS, QUICK, XLA_PARAMETERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NAMES = [path.stem for path in run.select([])]
@@ -56,6 +57,31 @@ def test_runs_with_other_parameters(name, parameters, tmp_path):
     assert results["claims"] and all(claim["passed"] for claim in results["claims"])
     assert parameters.items() <= results["results"]["parameters"].items()
     assert not [o for cell in nb.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"]
+
+
+def metrics(results, name):
+    return [m["MeasuredValue"] for m in results["results"]["metrics"] if m["MetricName"] == name]
+
+
+ON_XLA = [
+    pytest.param(name, parameters, id=name, marks=[] if name.startswith("01") else [pytest.mark.grid])
+    for name, parameters in XLA_PARAMETERS.items()
+]
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is None or find_spec("jax") is None, reason="needs torch-xla and jax")
+@pytest.mark.parametrize("name, parameters", ON_XLA)
+def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compiling(
+    name, parameters, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TUTORIAL_XLA_CACHE", str(tmp_path / "cache"))
+    _, cpu = execute(name, tmp_path, parameters)
+    (_, cold), (_, warm) = (execute(name, tmp_path, {**parameters, "backend": "xla"}) for _ in range(2))
+    for results in (cold, warm):
+        assert results["claims"] and all(claim["passed"] for claim in results["claims"])
+        assert metrics(results, "Final loss") == pytest.approx(metrics(cpu, "Final loss"), rel=1e-5)
+    (compiled,), (again,) = metrics(cold, "Compilations"), metrics(warm, "Compilations")
+    assert compiled > 0 and again == 0, (compiled, again)
 
 
 @pytest.mark.parametrize("name, case", cases(BAD_PARAMETERS))
