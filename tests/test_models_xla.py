@@ -4,10 +4,11 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
+from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from tutorial_lib.launch import get_device
 from tutorial_lib.models.bert import BertForPreTraining
+from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
 from tutorial_lib.models.llama2 import LlamaForCausalLM
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
@@ -16,7 +17,7 @@ from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distribu
 from tutorial_lib.training.loop import train
 from tutorial_lib.xla_cpu.graphs import Collective, find_masks
 
-from . import test_bert, test_gpt_neox
+from . import test_bert, test_gpt, test_gpt_neox
 from .parity import assert_same, train_together
 
 pytestmark = pytest.mark.skipif(
@@ -33,11 +34,13 @@ MODELS = {
     "bert": lambda **sizes: BertForPreTraining(BertConfig(**SIZES, **NO_DROPOUT, **sizes), True, True),
     "gpt_neox": lambda **sizes: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes), True),
     "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES, **sizes), True),
+    "gpt": lambda **sizes: GPT2LMHeadModel(GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL, **sizes}), True),
 }
 BATCHES = {
     "bert": test_bert.micro_batch,
     "gpt_neox": test_gpt_neox.micro_batch,
     "llama": test_gpt_neox.micro_batch,
+    "gpt": test_gpt.micro_batch,
 }
 LENGTH = 16
 MESH = dict(world_size=4, tp=2, timeout=300)
@@ -47,7 +50,7 @@ TP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 def build(name, backend, dtype=torch.float32, **sizes):
     torch.manual_seed(3)
     model = MODELS[name](**sizes).to(dtype)
-    if dtype == torch.float64 and name != "bert":
+    if dtype == torch.float64 and name in ("gpt_neox", "llama"):
         # Hugging Face's angles are float32 in any case, and XLA's cosine rounds the last digit otherwise than PyTorch's.
         rotary = (model.model if name == "llama" else model.gpt_neox).rotary_emb
         angles = rotary(torch.zeros(1, dtype=dtype), torch.arange(LENGTH)[None])
@@ -61,6 +64,8 @@ def trained(name, backend, dtype):
         # torch-xla's GELU has a constant of nine digits, so in float64 it is another function; and it rounds the ε of a
         # LayerNorm to float32, which this one survives.
         sizes = {"hidden_act": "relu", "layer_norm_eps": 2.0**-17}
+        if name == "gpt":
+            sizes = {"activation_function": "relu", "layer_norm_epsilon": 2.0**-17}
     return train_together(
         build(name, backend, dtype, **sizes), BATCHES[name], zero=name != "bert", accumulation=2, steps=5, lr=1e-3,
         max_norm=0.5, sequence_parallel=name != "bert",
