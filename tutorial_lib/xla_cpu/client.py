@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch_xla
 from jaxlib import _jax, xla_client
 
+from tutorial_lib.network import address_towards
 from tutorial_lib.paths import resolve
 
 from .compiler import CACHE_VARIABLE, Compiler
@@ -66,7 +67,7 @@ class Client:
 
     def _connect(self) -> None:
         """Rank 0 serves what the others need to find each other; the collectives then go from process to process."""
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         address = [f"{host}:{_free_port()}" if self._rank == 0 else None]
         dist.broadcast_object_list(address)
         seconds = max(int(self._timeout), 1)

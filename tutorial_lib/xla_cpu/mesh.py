@@ -15,7 +15,8 @@ class Mesh:
     """This process's place among the processes that run their graphs together."""
 
     def __init__(self, rank: int, world_size: int, timeout: float):
-        torch_xla.device()  # before the first backward() of the process, or autograd has no queue for the device
+        device = torch_xla.device()  # before the first backward() of the process, or autograd has no queue for it
+        self._fence = tensors.AutogradFence(device)
         self.client = Client(rank, world_size, timeout)
         self._guard = Guard()
         self._live = tensors.LiveTensors()
@@ -40,6 +41,7 @@ class Mesh:
     @torch.no_grad()
     def run_pending(self, device: str) -> int:
         """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
+        self._fence.wait()
         pending = tensors.find_pending(self._live, device)
         if pending:
             results = self.client.run([aliases[0] for aliases in pending.values()])

@@ -5,6 +5,7 @@ reach is one of its objects. What C++ alone holds (activations saved for backwar
 """
 
 import gc
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -42,18 +43,31 @@ class LiveTensors:
             self._old[id(obj)] = weakref.ref(obj)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self._old = {key: reference for key, reference in self._old.items() if reference() is not None}
-        found = [reference() for reference in self._old.values()]
-        for generation in range(_OLDEST):
-            # Filtered at once: what else is in that list (storages) must not be held when C++ frees it.
-            found += _tensors(gc.get_objects(generation))
-        found = [tensor for tensor in found if tensor is not None]
-        for tensor in found:
-            tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
-        for tensor in found:
+        for tensor in self._alive():
             # One that is not functional is the inside of one that is, seen by a kernel written in Python.
             if tensor.device.type == "xla" and torch._is_functional_tensor(tensor):
                 yield tensor
+
+    def _alive(self) -> list[torch.Tensor]:
+        """Those whose memory is not about to go.
+
+        A thread that drops the last reference to a tensor from C++ waits for Python's lock before it frees the memory.
+        What it waits with has a count of zero and must not be taken, so nobody else gets the lock in here.
+        """
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(3600)
+        try:
+            self._old = {key: reference for key, reference in self._old.items() if reference() is not None}
+            found = [reference() for reference in self._old.values()]
+            for generation in range(_OLDEST):
+                # Filtered at once: what else is in that list (storages) must not be held when C++ frees it.
+                found += _tensors(gc.get_objects(generation))
+            alive = [tensor for tensor in found if tensor is not None and tensor._use_count() > 0]
+            for tensor in alive:
+                tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
+            return alive
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
@@ -65,6 +79,26 @@ def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
             found = is_tensor[kind] = issubclass(kind, torch.Tensor)
         if found:
             yield obj
+
+
+class AutogradFence:
+    """Waits until autograd's thread for the device has let go of the tensors of the last `backward()`.
+
+    It may still hold some after `backward()` has returned, and drops them without Python's lock. A tensor whose memory
+    goes in the moment in which the collector hands out its Python object ends the process. That thread does one thing
+    after the other: once it has done another, the last is behind it. This other is the gradient of a sum, which is
+    passed on as it comes; all of its tensors stay, so it leaves nothing to let go of.
+    """
+
+    def __init__(self, device: torch.device):
+        self._leaf = torch.zeros(()).to(device).requires_grad_()
+        self._one = torch.ones(()).to(device)
+        with torch.enable_grad():
+            self._sum = self._leaf + self._leaf.detach()
+        _XLAC._xla_sync_multi([self._sum], [], wait=True, sync_xla_data=True)
+
+    def wait(self) -> None:
+        torch.autograd.grad(self._sum, self._leaf, self._one, retain_graph=True)
 
 
 def count_pending(device: str) -> int:
