@@ -17,6 +17,7 @@ from tests.notebook import Notebook, Traces
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
 from tutorial_lib.batch_script import batch_script
 from tutorial_lib.batch_script import main as batch_script_command
+from tutorial_lib.checkpoint.tags import latest
 from tutorial_lib.mesh import Mesh
 from tutorial_lib.training.gpt_arguments import command_line
 
@@ -247,3 +248,21 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
     second = losses(tmp_path / "second.log")
     assert second == whole[len(whole) - len(second) :], (tmp_path / "second.log").read_text()
     assert len(first) // 10 * 10 == len(whole) - len(second)
+
+
+@pytest.mark.slow
+def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path):  # noqa: F811
+    _wait_for(lambda: not cluster.jobs(), 20)
+    saved = str(tmp_path / "saved")
+    given = arguments(
+        data, tensor_model_parallel_size=2, train_iters=3000, eval_iters=0, save=saved, load=saved, save_interval=5000
+    )
+    command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)]
+    log = tmp_path / "first.log"
+    _submit(cluster, tmp_path, "first.log", command)
+    _wait_for(lambda: log.exists() and len(losses(log)) >= 5, 120)
+    cluster.command("scancel", "--signal=USR1", *cluster.jobs())  # what --signal has SLURM do
+    _wait_for(lambda: not cluster.jobs(), 60)
+    done = len(losses(log))
+    assert f"SIGUSR1: ending after iteration {done}" in log.read_text(), log.read_text()
+    assert latest(saved).step == done

@@ -4,7 +4,7 @@
         -m tutorial_lib.training.pretrain_gpt --distributed-backend xla … > pretrain.sbatch
     sbatch pretrain.sbatch
 
-One `torchrun` on each node starts its ranks. Two minutes before the job's time is over SLURM sends them SIGTERM, upon
+One `torchrun` on each node starts its ranks. Some minutes before the job's time is over SLURM sends them SIGUSR1, upon
 which they save and stop; the same file, submitted again, goes on from there. A notebook needs no such file:
 `Mesh(launcher="slurm")` submits a job by itself.
 """
@@ -13,7 +13,7 @@ import argparse
 import shlex
 import sys
 
-SAVE_SECONDS = 120  # that the ranks get to save before the job's time is over
+SAVE_SECONDS = 300  # that the ranks get to save before the job's time is over
 TEMPLATE = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -21,21 +21,23 @@ TEMPLATE = """#!/bin/bash
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
-#SBATCH --signal=TERM@{save_seconds}
+#SBATCH --signal=USR1@{save_seconds}
 {options}set -euo pipefail
 
 # Ranks meet on the first node, where this file runs. Its port follows from the job's number, so jobs do not collide.
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS={threads}
-run='torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
+# torchrun itself ignores the signal to save; the ranks handle it.
+run='trap "" USR1; exec torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
   --master-addr="$SLURM_LAUNCH_NODE_IPADDR" --master-port="$MASTER_PORT" \\
   '{command}
 {precompile}
-srun --kill-on-bad-exit=1 bash -c "exec $run"
+srun --kill-on-bad-exit=1 bash -c "$run"
 """
 PRECOMPILE = """
 # Compiles what the first steps need on all nodes at once, and trains nothing; then the run starts at full speed.
-srun --kill-on-bad-exit=1 bash -c "exec neuron_parallel_compile $run {changes}"
+compile="${{run/exec torchrun/exec neuron_parallel_compile torchrun}}"
+srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 """
 
 

@@ -1,18 +1,19 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the step under way, on all ranks or none."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a wish to stop after the step under way, on all ranks or none."""
 
 import signal
 import threading
 
 from tutorial_lib.parallel_layers import parallel_state
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interruption:
-    """Inside the block SIGINT and SIGTERM are noted, not obeyed, and `agreed` tells all ranks.
+    """Inside the block these signals are noted, not obeyed, and `agreed` tells all ranks.
 
-    Schedulers send SIGTERM to all processes before they kill them, Ctrl-C reaches some or all: the
-    ranks may be in different steps when it does. A second signal has its usual effect. Outside of
+    They reach some ranks or all, in different steps. A second signal has its usual effect. SIGUSR1
+    is for schedulers that send signals to all processes of a job: `torchrun`, where it gets SIGTERM
+    too, sends it on as the second one, and kills the ranks after 30 seconds. Outside of
     the main thread, where Python lets nobody install a handler, signals keep theirs.
     """
 
