@@ -132,6 +132,7 @@ COVERING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, zero, use_xser, async_save", COVERING)
 def test_resume_equals_never_having_stopped(tmp_path, kind, zero, use_xser, async_save):
     compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=zero)

@@ -20,10 +20,10 @@ from tutorial_lib.xla_cpu.graphs import Collective, find_masks
 from . import test_bert, test_gpt, test_gpt_neox
 from .parity import assert_same, train_together
 
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None or importlib.util.find_spec("jax") is None,
     reason="needs torch-xla and jax",
-)
+)]  # fmt: skip
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
@@ -81,7 +81,6 @@ def test_training_equals_the_cpu_in_float64(ranks, name):
         assert_same(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_cpu_in_float32(ranks, name):
     losses, norms, *tensors = ranks(trained, name, "cpu", torch.float32, **MESH)[0]

@@ -61,6 +61,7 @@ def test_equals_the_dry_run_on_other_backends(name, backend):
     assert Counter(plan.collectives) == Counter(dry.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_what_is_measured(ranks, name):
     run = SMALL[name]

@@ -127,6 +127,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks, data, tmp_path, cha
     assert sorted(straight[0][1]) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_replicas_drop_different_units_and_runs_repeat(ranks, data):
     still = arguments(data, tensor_model_parallel_size=2, hidden_dropout=0.0, attention_dropout=0.0)
     dropping = arguments(data, tensor_model_parallel_size=2)
@@ -189,6 +190,7 @@ def test_a_signal_on_one_rank_ends_all_after_the_step_with_a_checkpoint(ranks, d
     assert latest(tmp_path).step == 2
 
 
+@pytest.mark.slow
 def test_keeping_the_last_checkpoint_only(ranks, data, tmp_path):
     given = arguments(data, save=str(tmp_path), save_interval=2, keep_last_checkpoint_only=True)
     ranks(run, given, world_size=1, tp=1)

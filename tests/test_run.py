@@ -26,6 +26,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_tutorials_tries_all_reports_each_and_fails_if_one_did(folder, capsys):
     assert run.main(["tutorials"]) == 1
     first, second = capsys.readouterr().out.splitlines()
@@ -53,6 +54,7 @@ def test_unknown_names_are_refused(folder, capsys, arguments, message):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_refresh_writes_back_what_is_clean_and_nothing_else(folder, capsys):
     before = (folder / "01_ill.ipynb").read_bytes()
     assert run.main(["refresh"]) == 1

@@ -305,6 +305,7 @@ def test_a_graph_is_compiled_once_for_all_ranks_and_runs_and_a_broken_entry_is_c
     assert [losses for losses, *_ in again] == [losses for losses, *_ in first]
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_ranks_share_all_the_same(ranks):
     results = ranks(train_with_cache, "", world_size=4, **XLA)
     assert sum(compiled for _, compiled, _ in results) == 2
@@ -434,6 +435,7 @@ def one_rank_misses_the_step():
     return errors, z.tolist()
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_vain_get_an_error_in_time_and_can_start_anew(ranks):
     (errors, after), (none, other_after) = ranks(one_rank_misses_the_step, world_size=2, **XLA)
     assert none == [] and after == other_after == [2.0] * 3
