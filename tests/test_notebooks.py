@@ -64,14 +64,9 @@ def metrics(results, name):
     return [m["MeasuredValue"] for m in results["results"]["metrics"] if m["MetricName"] == name]
 
 
-ON_XLA = [
-    pytest.param(name, parameters, id=name, marks=[] if name.startswith("01") else [pytest.mark.grid])
-    for name, parameters in XLA_PARAMETERS.items()
-]
-
-
 @pytest.mark.skipif(find_spec("torch_xla") is None or find_spec("jax") is None, reason="needs torch-xla and jax")
-@pytest.mark.parametrize("name, parameters", ON_XLA)
+@pytest.mark.grid
+@pytest.mark.parametrize("name, parameters", XLA_PARAMETERS.items())
 def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compiling(
     name, parameters, tmp_path, monkeypatch
 ):
