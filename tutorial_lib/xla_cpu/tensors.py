@@ -86,19 +86,27 @@ class AutogradFence:
 
     It may still hold some after `backward()` has returned, and drops them without Python's lock. A tensor whose memory
     goes in the moment in which the collector hands out its Python object ends the process. That thread does one thing
-    after the other: once it has done another, the last is behind it. This other is the gradient of a sum, which is
-    passed on as it comes; all of its tensors stay, so it leaves nothing to let go of.
+    after the other: once it has done another, the last is behind it. This other is a gradient that is passed on as it
+    comes. All of its tensors stay, so it leaves nothing to let go of; all came from the host, so there is no graph.
     """
 
     def __init__(self, device: torch.device):
-        self._leaf = torch.zeros(()).to(device).requires_grad_()
-        self._one = torch.ones(()).to(device)
+        self._leaf, self._one = torch.zeros(()).to(device).requires_grad_(), torch.ones(()).to(device)
         with torch.enable_grad():
-            self._sum = self._leaf + self._leaf.detach()
-        _XLAC._xla_sync_multi([self._sum], [], wait=True, sync_xla_data=True)
+            self._result = _PassOn.apply(self._leaf)
 
     def wait(self) -> None:
-        torch.autograd.grad(self._sum, self._leaf, self._one, retain_graph=True)
+        torch.autograd.grad(self._result, self._leaf, self._one, retain_graph=True)
+
+
+class _PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(()).to(leaf.device)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def count_pending(device: str) -> int:
