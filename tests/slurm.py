@@ -59,6 +59,15 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
+def wait_for(condition, seconds: float, what: str = "the condition") -> None:
+    """Returns when `condition()` holds; TimeoutError if it does not in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds} s")
+        time.sleep(0.1)
+
+
 class Cluster:
     """`with Cluster() as cluster:` it is up, and `cluster.environment` makes SLURM's commands use it."""
 
@@ -101,12 +110,11 @@ class Cluster:
             )
 
     def _wait(self, condition, what: str, seconds: float = 20) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                logs = [f"{p.name}: {p.read_text(errors='replace')[-500:]}" for p in self.folder.glob("*.out")]
-                raise TimeoutError("\n".join([f"{what}: not within {seconds} s", *logs]))
-            time.sleep(0.1)
+        try:
+            wait_for(condition, seconds, what)
+        except TimeoutError as error:
+            logs = [f"{p.name}: {p.read_text(errors='replace')[-500:]}" for p in self.folder.glob("*.out")]
+            raise TimeoutError("\n".join([str(error), *logs])) from None
 
     def command(self, *words: str) -> str:
         """What a command of SLURM prints."""

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,11 +115,8 @@ def notebook(one_notebook):
     return one_notebook
 
 
-def _gone(cluster) -> bool:
-    deadline = time.monotonic() + 10
-    while cluster.jobs() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not cluster.jobs()
+def _assert_gone(cluster) -> None:
+    slurm.wait_for(lambda: not cluster.jobs(), 10, "the end of all jobs")
 
 
 @pytest.mark.slow
@@ -176,32 +172,32 @@ def test_a_job_that_is_cancelled(cluster, notebook):
     notebook.run(cancel)
     text = notebook.fail("%%px\nimport time\ntime.sleep(60)", within=30)
     assert "SLURM's job" in text and "CANCELLED" in text, text
-    assert _gone(cluster)
+    _assert_gone(cluster)
 
 
 @pytest.mark.slow
 def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     one_notebook.run("if globals().get('mesh'): mesh.close()")
-    assert _gone(cluster)
+    _assert_gone(cluster)
     one_notebook.interrupt_after(4)
     too_much = 'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, slurm_options="--begin=now+1hour")'
     one_notebook.run(too_much)
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
     assert "is pending: BeginTime" in "".join(o.text for o in one_notebook.outputs if o.output_type == "stream")
-    assert _gone(cluster)
+    _assert_gone(cluster)
 
 
 @pytest.mark.slow
 def test_a_kernel_that_is_killed_leaves_no_job(cluster, one_notebook):
     one_notebook.run("if globals().get('mesh'): mesh.close()")
-    assert _gone(cluster)
+    _assert_gone(cluster)
     with Notebook(cluster.environment) as notebook:
         notebook.run(SETUP)
         notebook.run(ON_NODES)
         assert len(cluster.jobs()) == 1
         traces = Traces(notebook.kernel)
         notebook.kernel.send_signal(signal.SIGKILL)
-        assert _gone(cluster)
+        _assert_gone(cluster)
         traces.assert_gone(within=15, kernel_too=True)
 
 
@@ -215,18 +211,11 @@ def _submit(cluster, folder: Path, log: str, command: list[str], **options) -> N
     subprocess.run(["sbatch", str(folder / "run.sbatch")], env=given, cwd=root, check=True, capture_output=True)
 
 
-def _wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data, tmp_path):  # noqa: F811
     (tmp_path / "neuron_parallel_compile").write_text('#!/bin/sh\nNEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"\n')
     (tmp_path / "neuron_parallel_compile").chmod(0o755)
-    _wait_for(lambda: not cluster.jobs(), 20)
+    slurm.wait_for(lambda: not cluster.jobs(), 20)
     given = arguments(data, tensor_model_parallel_size=2, train_iters=60, eval_iters=0)
     assert torchrun(given, tmp_path / "whole.log", ranks=4).wait(200) == 0, (tmp_path / "whole.log").read_text()
     on_nodes = replace(given, save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=10)
@@ -234,9 +223,9 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
 
     _submit(cluster, tmp_path, "first.log", command, precompile=["--exit-interval", "2"])
     log = tmp_path / "first.log"
-    _wait_for(lambda: log.exists() and len(losses(log)) >= 2 + 15, 120)
+    slurm.wait_for(lambda: log.exists() and len(losses(log)) >= 2 + 15, 120)
     cluster.kill_node("n2")
-    _wait_for(lambda: not cluster.jobs(), 60)
+    slurm.wait_for(lambda: not cluster.jobs(), 60)
     cluster.start_node("n2")
     compiled, first = losses(log)[:2], losses(log)[2:]
     whole = losses(tmp_path / "whole.log")
@@ -244,7 +233,7 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
     assert first == whole[: len(first)] and 15 <= len(first) < 60  # so no checkpoint of the compiling was taken
 
     _submit(cluster, tmp_path, "second.log", command)
-    _wait_for(lambda: not cluster.jobs(), 120)
+    slurm.wait_for(lambda: not cluster.jobs(), 120)
     second = losses(tmp_path / "second.log")
     assert second == whole[len(whole) - len(second) :], (tmp_path / "second.log").read_text()
     assert len(first) // 10 * 10 == len(whole) - len(second)
@@ -252,7 +241,7 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
 
 @pytest.mark.slow
 def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path):  # noqa: F811
-    _wait_for(lambda: not cluster.jobs(), 20)
+    slurm.wait_for(lambda: not cluster.jobs(), 20)
     saved = str(tmp_path / "saved")
     given = arguments(
         data, tensor_model_parallel_size=2, train_iters=3000, eval_iters=0, save=saved, load=saved, save_interval=5000
@@ -260,9 +249,9 @@ def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path
     command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)]
     log = tmp_path / "first.log"
     _submit(cluster, tmp_path, "first.log", command)
-    _wait_for(lambda: log.exists() and len(losses(log)) >= 5, 120)
+    slurm.wait_for(lambda: log.exists() and len(losses(log)) >= 5, 120)
     cluster.command("scancel", "--signal=USR1", *cluster.jobs())  # what --signal has SLURM do
-    _wait_for(lambda: not cluster.jobs(), 60)
+    slurm.wait_for(lambda: not cluster.jobs(), 60)
     done = len(losses(log))
     assert f"SIGUSR1: ending after iteration {done}" in log.read_text(), log.read_text()
     assert latest(saved).step == done
