@@ -148,9 +148,16 @@ class Cluster:
                         victims.append(process.parent())
             except psutil.Error:
                 continue
-        for process in victims:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        for blow in (psutil.Process.suspend, psutil.Process.kill):  # else a nanny could still report its engine's end
+            for process in victims:
+                try:
+                    blow(process)
+                except psutil.NoSuchProcess:
+                    continue
         psutil.wait_procs(victims, timeout=5)
+
+    def mend(self) -> None:
+        """Starts the nodes that a failed test left dead."""
+        for node in NODES:
+            if node not in self._daemons:
+                self.start_node(node)

@@ -94,22 +94,29 @@ def test_words_of_the_command_arrive_as_they_are(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def one_cluster():
     if missing := slurm.missing():
         pytest.skip(f"SLURM is not installed: no {', '.join(missing)} (Debian: slurm-wlm)")
     with slurm.Cluster() as one:
         yield one
 
 
+@pytest.fixture
+def cluster(one_cluster):
+    """The cluster with both nodes up, whatever the test before left."""
+    one_cluster.mend()
+    return one_cluster
+
+
 @pytest.fixture(scope="module")
-def one_notebook(cluster):
-    with Notebook(cluster.environment) as notebook:
+def one_notebook(one_cluster):
+    with Notebook(one_cluster.environment) as notebook:
         notebook.run(SETUP)
         yield notebook
 
 
 @pytest.fixture
-def notebook(one_notebook):
+def notebook(cluster, one_notebook):
     """A notebook with its mesh up on the nodes."""
     one_notebook.run(f"if globals().get('mesh') is None or mesh._remedy:\n    {ON_NODES.replace(chr(10), chr(10) + '    ')}")
     return one_notebook
