@@ -4,6 +4,7 @@ and weights, bit for bit.
 It stops in the middle of an epoch, accumulates gradients, drops out, and has a schedule.
 """
 
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -145,6 +146,29 @@ def test_every_switch(tmp_path, kind, zero, use_xser, async_save, sequence_paral
     if sequence_parallel and not TINY[kind].sequence_parallel:
         pytest.skip(f"{kind} has no sequence parallel")
     compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=sequence_parallel)
+
+
+def on_xla(tmp_path, *case):
+    compare(tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
+
+
+needs_xla = pytest.mark.skipif(
+    find_spec("torch_xla") is None or find_spec("jax") is None, reason="needs torch-xla and jax"
+)
+
+
+@needs_xla
+@pytest.mark.slow
+def test_resume_on_xla(tmp_path):
+    on_xla(tmp_path, *COVERING[0])
+
+
+@needs_xla
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
+def test_every_switch_on_xla(tmp_path, kind, zero, use_xser, async_save):
+    on_xla(tmp_path, kind, zero, use_xser, async_save)
 
 
 RESHARDED = [

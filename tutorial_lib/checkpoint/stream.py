@@ -5,8 +5,7 @@ size.
 import json
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,11 +34,42 @@ def form(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _write(file: FileIO, tensor: torch.Tensor) -> None:
-    """Writes the bytes of a tensor to an unbuffered file, which may take a part of them at once."""
-    rest = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    while len(rest):
-        rest = rest[file.write(rest) :]
+FLUSHED = 1 << 28  # bytes: after so many the disk begins, while the rest is still being written
+_flusher = ThreadPoolExecutor(1)
+
+
+class _File:
+    """A file that is there and is filled in any order, flushed on the side."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "r+b", buffering=0)
+        self._written, self._flush = 0, Future()
+        self._flush.set_result(None)
+
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Writes the bytes of a tensor from `offset` on. The file may take a part of them at once."""
+        rest = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        self._written += len(rest)
+        self._file.seek(offset)
+        while len(rest):
+            rest = rest[self._file.write(rest) :]
+        if self._written >= FLUSHED and self._flush.done():
+            self._flush.result()  # raises what the disk had to say
+            self._written, self._flush = 0, _flusher.submit(self._sync)
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes it, once it is on the disk."""
+        with self._file as file:
+            self._flush.result()
+            os.fsync(file.fileno())
+
+    def abandon(self) -> None:
+        """Closes it as it is."""
+        with self._file:
+            self._flush.exception()  # waits; what went wrong before counts
 
 
 def _row_bytes(expected: torch.Tensor) -> int:
@@ -83,7 +113,7 @@ class PlainSink:
             id(tensor): laid_out.place(place) for tensor, place in zip(forms, places, strict=True)
         }
         self._forms = forms  # so that their ids stay theirs
-        self._file = open(self._aside, "r+b", buffering=0)
+        self._file = _File(self._aside)
 
     def put(self, expected: torch.Tensor, tensor: torch.Tensor) -> None:
         """Fills in the tensor of that form."""
@@ -93,13 +123,11 @@ class PlainSink:
     def put_rows(self, expected: torch.Tensor, first: int, rows: torch.Tensor) -> None:
         """Fills in rows from `first` on of the tensor of that form."""
         if rows.numel():
-            self._file.seek(self._offsets[id(expected)] + first * _row_bytes(expected))
-            _write(self._file, rows)
+            self._file.write(self._offsets[id(expected)] + first * _row_bytes(expected), rows)
 
     def close(self) -> Digests:
         """The file takes its name; returns its digest."""
-        with self._file as file:
-            os.fsync(file.fileno())
+        self._file.close()
         os.replace(self._aside, self._path)
         return {self._path: digest_of(self._path)}
 
@@ -171,13 +199,13 @@ class SafetensorsSink:
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in forms}
         self._forms = forms
-        self._file = open(self._aside, "wb", buffering=0)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._aside.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(self._aside, 8 + len(text) + end)
+        self._file = _File(self._aside)
 
     def put_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
         """Fills in rows from `first` on of one tensor."""
-        self._file.seek(self._offsets[name] + first * _row_bytes(self._forms[name]))
-        _write(self._file, rows)
+        self._file.write(self._offsets[name] + first * _row_bytes(self._forms[name]), rows)
 
     def __enter__(self) -> "SafetensorsSink":
         return self
@@ -185,11 +213,10 @@ class SafetensorsSink:
     def __exit__(self, kind, error, trace) -> None:
         """The file takes its name; after an error it is gone."""
         if kind is not None:
-            self._file.close()
+            self._file.abandon()
             self._aside.unlink()
             return
-        with self._file as file:
-            os.fsync(file.fileno())
+        self._file.close()
         os.replace(self._aside, self._path)
 
 
