@@ -577,3 +577,33 @@ def test_the_library_trains_alike_on_xla_and_cpu(ranks):
         assert close(xla_losses, losses) and all(close(a, b) for a, b in zip(xla_weights, weights))
         assert compiled == 2
         print(f"seconds per step: cpu {cpu:.4f}, xla {xla:.4f}")
+
+
+def many_short_runs(seconds):
+    from tutorial_lib import xla_model as xm
+    from tutorial_lib.parallel_layers import ColumnParallelLinear, move_model_to_device, parallel_state
+    from tutorial_lib.parallel_layers.grads import clip_grad_norm
+
+    began, rounds, over = time.monotonic(), 0, torch.zeros(1)
+    while not over:
+        layer = move_model_to_device(ColumnParallelLinear(16, 32), xm.xla_device())
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = layer(torch.ones(4, 16, device=xm.xla_device())).pow(2).mean()
+            loss.backward()
+            clip_grad_norm(layer.parameters(), 1.0)
+            xm.optimizer_step(optimizer, groups=parallel_state.get_data_parallel_group(as_list=True))
+            optimizer.zero_grad()
+        rounds += 1
+        over[0] = time.monotonic() - began > seconds
+        launch.dist.broadcast(over, 0)
+    return rounds, loss.item()
+
+
+@pytest.mark.grid
+def test_many_short_runs_do_not_touch_what_autograd_is_about_to_free(ranks):
+    """The boundary once took tensors from the collector in the moment in which autograd's thread let them go: a rank
+    died within a minute.
+    """
+    for rounds, loss in ranks(many_short_runs, 90, world_size=4, tp=2, **XLA):
+        assert rounds > 100 and loss > 0
