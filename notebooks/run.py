@@ -28,6 +28,12 @@ from notebooks.clean import KEY, ROOT, clean, faults, fingerprint
 
 FOLDER = ROOT / "notebooks"
 EXECUTED = ROOT / "build" / "executed"
+# nbconvert's page sets the library's source in the font of its prose, and breaks printed lines within a word.
+STYLE = """<style>
+.jp-OutputArea-output.jp-RenderedMarkdown pre { font: var(--jp-code-font-size) var(--jp-code-font-family); }
+.jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }
+.jp-RenderedMarkdown .highlight { margin-bottom: 1em; }
+</style></head>"""
 CELL_TIMEOUT = 600  # seconds; the mesh's own time-outs are far shorter
 ENVIRONMENT = {
     "IPP_NONINTERACTIVE": "1",  # the ranks' output as text in rank order, and no progress widgets
@@ -121,7 +127,7 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
         finally:
             if output.exists() and output.stat().st_mtime >= begun:
                 page, _ = HTMLExporter(template_name="lab").from_filename(str(output))
-                output.with_suffix(".html").write_text(page, encoding="utf-8")
+                output.with_suffix(".html").write_text(page.replace("</head>", STYLE, 1), encoding="utf-8")
         return claims_of(notebook, own, begun)
 
     return _each(notebooks, run)

@@ -30,6 +30,15 @@ def test_table_is_text_and_html():
     assert '<td align="right" style="text-align: right">12,346</td>' in page and "&lt;b&gt;" in page
 
 
+def test_fractions_of_a_column_line_up_and_units_stand_to_the_right():
+    rates = show.table([{"rate": 34.4, "step": 14.8, "size": "64.0 KiB"}, {"rate": 26.0, "step": 1e-7, "size": "1.4 MiB"}])
+    assert [row[0] for row in rates.rows] == ["34.4", "26.0"]
+    assert [row[1] for row in rates.rows] == ["14.8", "1e-07"], "no decimals would make these line up"
+    assert [line[-8:] for line in repr(rates).splitlines()[2:]] == ["64.0 KiB", " 1.4 MiB"]
+    assert show.by_rank({"seconds": [0.0, 0.5, 0.25]}).rows[0][1:4] == ["0.00", "0.50", "0.25"]
+    assert [row[1] for row in show.compare({"a": (3, 4), "b": (None, 1)}).rows] == ["3", "–"]
+
+
 def test_ragged_rows_are_refused():
     with pytest.raises(ValueError, match="1 cells in a table of 2"):
         show.Table(["a", "b"], [[1]])
@@ -185,6 +194,18 @@ class Derived(Base):
         return 3
 
 
+# fmt: off
+def spread(
+    first: str = "#",  # comment
+):
+    """Doc."""
+    # comment
+    return (
+        first
+    )
+# fmt: on
+
+
 def test_diff_shows_what_an_override_changes():
     drawn = show.diff(Derived, Base)
     lines = repr(drawn).splitlines()
@@ -198,6 +219,9 @@ def test_source_with_and_without_docstrings():
     assert "Doc." in repr(show.source(Base)) and "# comment" in repr(show.source(Base.other))
     bare = repr(show.source(Base, docstring=False))
     assert "Doc." not in bare and "comment" not in bare and "y = x + 1" in bare
+    assert repr(show.source(Base.other, docstring=False)) == "def other(self, x):\n    y = x + 1\n    return y"
+    layout = repr(show.source(spread, docstring=False))
+    assert layout == 'def spread(\n    first: str = "#",\n):\n    return (\n        first\n    )'
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def said(plan: Plan) -> Table:
 
 def bounds(plan: Plan) -> Table:
     """The three times, and what they allow."""
-    rows = [{"bound": name, "seconds a step": f"{time:.3g}"} for name, time in plan.times.items()]
+    rows = [{"bound": name, "seconds a step": float(f"{time:.3g}")} for name, time in plan.times.items()]
     caption = (
         f"A step of {plan.run.sequences:,} sequences takes {plan.step_time:.3g} s at least "
         f"({plan.bound}): {plan.throughput:.3g} sequences/s at most, "
@@ -60,12 +60,17 @@ def other_choices(plan: Plan) -> Table:
                 "choice": name,
                 "a core holds": size(other.total_bytes),
                 "fits": "yes" if other.fits else "no",
-                "operations": f"{100 * (other.operations / plan.operations - 1):+.1f} %",
-                "bytes sent": f"{100 * (traffic / sent - 1):+.1f} %" if sent else size(traffic),
-                "sequences/s at most": f"{other.throughput:.3g}",
+                "operations": _change(other.operations, plan.operations),
+                "bytes sent": _change(traffic, sent) if sent else size(traffic),
+                "sequences/s at most": float(f"{other.throughput:.3g}"),
             }
         )
     return table(rows, "One choice changed")
+
+
+def _change(new: float, old: float) -> str:
+    """By how many percent `new` is above `old`; adding zero makes a plus of minus zero."""
+    return f"{round(100 * (new / old - 1), 1) + 0.0:+.1f} %"
 
 
 def scaling(plan: Plan, nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256, 1000)) -> Table:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
@@ -40,13 +41,20 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _axes(height: float, columns: int = 1, **kwargs) -> tuple[Figure, list[Axes]]:
+def _ink_on(fill: str) -> str:
+    """The colour in which text can be read on `fill`: dark on a light one, by its luma (ITU-R BT.601)."""
+    red, green, blue = to_rgb(fill)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+
+
+def _axes(height: float, columns: int = 1, title: str = "", **kwargs) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots(1, columns, squeeze=False, **kwargs)[0]
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
         each.tick_params(labelsize=8)
-        each.title.set_fontsize(10)
+    if title:
+        axes[0].set_title(title, fontsize=10)
     return figure, list(axes)
 
 
@@ -57,35 +65,48 @@ def mesh_grid(tp_groups: Sequence[Sequence[int]], dp_groups: Sequence[Sequence[i
         tp_groups, dp_groups: the groups as lists of ranks (`get_tensor_model_parallel_group(as_list=True)`).
     """
     rows, columns = len(tp_groups), len(dp_groups)
+    wide = columns > 4  # no room for words
     figure, (axes,) = _axes(0.9 + 0.62 * rows)
     axes.set(xlim=(-1.75, columns + 0.05), ylim=(rows + 0.1, -0.75))
     axes.axis("off")
     for row, group in enumerate(tp_groups):
-        band = FancyBboxPatch((0.06, row + 0.1), columns - 0.12, 0.8, boxstyle="round,pad=0,rounding_size=0.1", fc="#f2f2f2", ec="none")
+        band = FancyBboxPatch(
+            (0.06, row + 0.1), columns - 0.12, 0.8, boxstyle="round,pad=0,rounding_size=0.1", fc="#f2f2f2", ec="none"
+        )
         axes.add_patch(band)
-        axes.text(-0.05, row + 0.5, f"tensor-parallel group\n{list(group)}", ha="right", va="center", fontsize=8, color=INK)
+        ranks = f"[{group[0]}, …, {group[-1]}]" if wide else list(group)
+        axes.text(-0.05, row + 0.5, f"tensor-parallel group\n{ranks}", ha="right", va="center", fontsize=8, color=INK)
         for rank in group:
             column = next(i for i, ranks in enumerate(dp_groups) if rank in ranks)
-            box = FancyBboxPatch((column + 0.16, row + 0.2), 0.68, 0.6, boxstyle="round,pad=0,rounding_size=0.08", fc=colour(column), ec="none")
+            fill = colour(column)
+            box = FancyBboxPatch(
+                (column + 0.16, row + 0.2), 0.68, 0.6, boxstyle="round,pad=0,rounding_size=0.08", fc=fill, ec="none"
+            )
             axes.add_patch(box)
-            axes.text(column + 0.5, row + 0.5, f"rank {rank}", ha="center", va="center", color="white", fontsize=10, weight="bold")
-    for column, group in enumerate(dp_groups):
-        axes.text(column + 0.5, -0.1, f"data-parallel group\n{list(group)}", ha="center", va="bottom", fontsize=8, color=colour(column))
+            name = str(rank) if wide else f"rank {rank}"
+            place = dict(ha="center", va="center", color=_ink_on(fill), fontsize=10, weight="bold")
+            axes.text(column + 0.5, row + 0.5, name, **place)
+    labels = {column + 0.5: f"data-parallel group\n{list(group)}" for column, group in enumerate(dp_groups)}
+    if wide:
+        labels = {columns / 2: "data-parallel groups: the columns"}
+    for x, label in labels.items():
+        axes.text(x, -0.1, label, ha="center", va="bottom", fontsize=8, color=INK)
     return Picture(figure)
 
 
 def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Picture:
     """A weight of `shape` cut into equal `parts` along `dim`, each in the colour of the rank that holds it."""
-    figure, (axes,) = _axes(2.2)
+    figure, (axes,) = _axes(2.0, title=title)
     rows, columns = shape
     height = 1.0
     width = min(max(columns / rows, 0.35), 3.0)
-    axes.set(xlim=(-0.35, 3.6), ylim=(height + 0.25, -0.25), aspect="equal", title=title)
+    axes.set(xlim=(-0.35, 3.6), ylim=(height + 0.05, -0.25), aspect="equal")
+    axes.title.set(x=0.35 / 3.95, ha="left")  # above the weight's left edge
     axes.axis("off")
     for part in range(parts):
         x, y, w, h = (part * width / parts, 0, width / parts, height) if dim % 2 else (0, part * height / parts, width, height / parts)
         axes.add_patch(Rectangle((x, y), w, h, fc=colour(part), ec="white", lw=1.5))
-        axes.text(x + w / 2, y + h / 2, f"rank {part}", ha="center", va="center", color="white", fontsize=8, weight="bold")
+        axes.text(x + w / 2, y + h / 2, f"rank {part}", ha="center", va="center", color=_ink_on(colour(part)), fontsize=8, weight="bold")
     piece = (rows, columns // parts) if dim % 2 else (rows // parts, columns)
     axes.text(width / 2, -0.05, f"{columns:,}", ha="center", va="bottom", fontsize=8)
     axes.text(-0.05, height / 2, f"{rows:,}", ha="right", va="center", fontsize=8)
@@ -95,11 +116,10 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
 
 def curves(series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: str = "step", title: str = "") -> Picture:
     """A line for each series over its steps, from 1. The later of two that coincide is dashed, so that both show."""
-    figure, (axes,) = _axes(2.8)
+    figure, (axes,) = _axes(2.8, title=title)
     for index, (name, values) in enumerate(series.items()):
         style = "-" if index == 0 else (0, (4, 2 + index))
         axes.plot(range(1, len(values) + 1), values, color=colour(index), ls=style, lw=2, label=name)
-    axes.set(title=title)
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -145,7 +165,7 @@ def bars(
 
 def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token") -> Picture:
     """For each name a row of pieces from the left, `(number, length)`: a colour for each number."""
-    figure, (axes,) = _axes(0.8 + 0.26 * len(rows))
+    figure, (axes,) = _axes(0.8 + 0.26 * len(rows), title=title)
     numbers = list(dict.fromkeys(number for row in rows.values() for number, _ in row))
     for place, row in enumerate(rows.values()):
         left, whole = 0, sum(length for _, length in row)
@@ -154,9 +174,8 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabe
             axes.barh(place, length, left=left, height=0.74, color=fill, edgecolor="white", lw=1.2)
             if length > 0.05 * whole:
                 middle = left + length / 2
-                axes.text(middle, place, str(number), ha="center", va="center", fontsize=8, color="white")
+                axes.text(middle, place, str(number), ha="center", va="center", fontsize=8, color=_ink_on(fill))
             left += length
-    axes.set(title=title)
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
@@ -165,7 +184,7 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabe
 
 def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = "") -> Picture:
     """A bar of bytes for each row, its parts side by side in one colour each, and a line at `limit`."""
-    figure, (axes,) = _axes(0.9 + 0.36 * len(rows))
+    figure, (axes,) = _axes(0.9 + 0.36 * len(rows), title=title)
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     left = dict.fromkeys(rows, 0.0)
     for index, part in enumerate(parts):
@@ -173,7 +192,6 @@ def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = 
         axes.barh(list(rows), values, left=list(left.values()), height=0.7, color=colour(index), label=part)
         left = {name: left[name] + value for name, value in zip(rows, values)}
     axes.axvline(limit, color=INK, lw=1.6)
-    axes.set(title=title)
     axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(limit, *left.values()) / 8))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     axes.invert_yaxis()
@@ -190,16 +208,16 @@ def growth(
     title: str = "",
 ) -> Picture:
     """A line for each series over `x` and marks at `points`, with both axes logarithmic."""
-    figure, (axes,) = _axes(3.0)
+    figure, (axes,) = _axes(3.0, title=title)
     for index, (name, values) in enumerate(series.items()):
         axes.plot(x, values, color=colour(index), lw=2, ls="-" if index == 0 else "--", label=name)
     for index, (name, found) in enumerate((points or {}).items()):
         axes.plot(*zip(*found), "o", color=colour(len(series) + index), ms=6, label=name)
-    axes.set(title=title, xscale="log", yscale="log")
+    axes.set(xscale="log", yscale="log")
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(color=FAINT, lw=0.6)
     axes.legend(frameon=False, fontsize=8)
     return Picture(figure)

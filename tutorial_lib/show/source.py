@@ -3,8 +3,13 @@
 import ast
 import difflib
 import inspect
+import io
 import textwrap
+import tokenize
 from typing import Any
+
+
+_DOCUMENTED = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Module)
 
 
 class Code:
@@ -23,7 +28,7 @@ class Code:
 def source(thing: Any, docstring: bool = True) -> Code:
     """The source of a function, class or module; without docstrings and comments if `docstring` is False."""
     code = textwrap.dedent(inspect.getsource(thing))
-    return Code(code if docstring else _bare(code), "python")
+    return Code(code if docstring else _without_comments(code), "python")
 
 
 def diff(ours: type, theirs: type, context: int = 2) -> Code:
@@ -48,10 +53,24 @@ def diff(ours: type, theirs: type, context: int = 2) -> Code:
     return Code("\n".join(lines) or "no difference", "diff")
 
 
+def _without_comments(code: str) -> str:
+    """The code without docstrings and comments, in its own layout."""
+    lines: list[str | None] = list(code.splitlines())
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip() or None
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) and len(node.body) > 1:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (last - first + 1)
+    return "\n".join(line for line in lines if line is not None)
+
+
 def _bare(code: str) -> str:
     """The code without docstrings and comments, in one layout."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Module)) and ast.get_docstring(node):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)

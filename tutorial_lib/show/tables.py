@@ -1,16 +1,18 @@
 """Tables that read the same in JupyterLab, on GitHub (which drops styles), in exported HTML and in a terminal."""
 
 import html
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_NUMBER = re.compile(r"–|nan|-?(inf|[\d,.]+(e[+-]?\d+)?)")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_NUMBER = re.compile(rf"–|nan|[-+]?(inf|[\d,.]+(e[+-]?\d+)?)( (%|s|ms|{'|'.join(_UNITS)}))?")
 
 
 class Table:
-    """Rows of cells below a header. Numbers stand to the right, rows in `marked` are bold and carry an arrow."""
+    """Rows of cells below a header. Numbers stand to the right, a column's fractions with the same decimals; rows in
+    `marked` are bold and carry an arrow."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", marked: set[int] = frozenset()):
         wrong = [len(row) for row in rows if len(row) != len(columns)]
@@ -18,7 +20,7 @@ class Table:
             raise ValueError(f"a row of {wrong[0]} cells in a table of {len(columns)} columns")
         self.caption, self.marked = caption, marked
         self.columns = [str(column) for column in columns]
-        self.rows = [[text(cell) for cell in row] for row in rows]
+        self.rows = [list(row) for row in zip(*map(texts, zip(*rows)))]
         self._right = [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows) for i in range(len(columns))]
 
     def __repr__(self) -> str:
@@ -63,6 +65,19 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def texts(values: Sequence[Any]) -> list[str]:
+    """Cells of one quantity. Fractions get the decimals of the one that needs most, so that they line up."""
+    values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    shown = [text(value) for value in values]
+    fractions = [i for i, value in enumerate(values) if isinstance(value, float) and math.isfinite(value)]
+    if any("e" in shown[i] for i in fractions):
+        return shown
+    decimals = max((len(shown[i].partition(".")[2]) for i in fractions), default=0)
+    for i in fractions:
+        shown[i] = f"{values[i]:,.{decimals}f}"
+    return shown
+
+
 def size(nbytes: float) -> str:
     """A number of bytes in the largest binary unit that leaves a whole part: `6.0 MiB`."""
     for unit in _UNITS:
@@ -92,7 +107,7 @@ def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
     (count,) = sizes
     rows, marked = [], set()
     for name, found in values.items():
-        shown = [text(value) for value in found]
+        shown = texts(found)
         odd = [rank for rank, value in enumerate(shown) if shown.count(value) == 1]
         verdict = f"all {count} ranks agree" if len(set(shown)) == 1 else ""
         if len(odd) == 1 and count > 2 and len(set(shown)) == 2:
