@@ -149,6 +149,17 @@ def test_a_sequence_that_does_not_divide_is_named_on_all_ranks(ranks, function):
     assert all(isinstance(e, ValueError) and "5" in str(e) and "2" in str(e) for e in errors)
 
 
+def dimensions_that_are_not_there():
+    for call in (lambda: comm.all_gather(torch.ones(4, 2), 2), lambda: comm.reduce_scatter("sum", torch.ones(4, 2), 1.0, -3)):
+        with pytest.raises(ValueError, match=r"shape \(4, 2\) has no dimension (2|-3)"):
+            call()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_dimension_that_is_not_there_is_named(ranks, size):
+    ranks(dimensions_that_are_not_there, world_size=size, tp=size)
+
+
 def fail_on_rank_one():
     error = ValueError("no such file: x.hdf5") if parallel_state.get_tensor_model_parallel_rank() == 1 else None
     comm.raise_on_all(error)

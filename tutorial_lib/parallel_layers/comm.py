@@ -68,6 +68,13 @@ def _note(kind: str, axis, tensor: torch.Tensor) -> None:
         log.append(Collective(kind, axis.size, tuple(tensor.shape), tensor.dtype, axis.name))
 
 
+def _dimension(tensor: torch.Tensor, dim: int) -> int:
+    """`dim` counted from the front."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim}")
+    return dim % tensor.dim()
+
+
 class Pending:
     """A collective under way: `wait()` returns its result, once."""
 
@@ -134,7 +141,7 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
 
 def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> Pending:
     """Begins an all-gather that may overlap with computation; see `all_gather`."""
-    tensor = tensor.detach()
+    tensor, dim = tensor.detach(), _dimension(tensor, dim)
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor.clone())
@@ -151,7 +158,7 @@ def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) 
         works = _all_gather_of_gloo(gathered, tensor, axis)
     else:
         works = [dist.all_gather_into_tensor(gathered, tensor, group=axis.group, async_op=True)]
-    if dim % tensor.dim() == 0:
+    if dim == 0:
         return Pending(gathered, works)
     return Pending(gathered, works, lambda result: torch.cat(result.chunk(axis.size), dim=dim))
 
@@ -172,6 +179,9 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> tor
         tensor: the same shape on every rank, at least one dimension.
         dim: the dimension to concatenate along.
         groups: as for `all_reduce`.
+
+    Raises:
+        ValueError: an unknown group, or a dimension that the tensor has not.
     """
     return all_gather_start(tensor, dim, groups).wait()
 
@@ -190,9 +200,8 @@ def reduce_scatter_start(
         reuse: the caller gives `tensor` up: saves a copy.
     """
     _check_op(reduce_type)
-    tensor = tensor.detach()
+    tensor, scatter_dim = tensor.detach(), _dimension(tensor, scatter_dim)
     axis = parallel_state.axis_of(groups)
-    scatter_dim %= tensor.dim()
     if tensor.size(scatter_dim) % axis.size:
         raise ValueError(
             f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the group's size {axis.size}"
@@ -261,7 +270,7 @@ def reduce_scatter(
         groups: as for `all_reduce`.
 
     Raises:
-        ValueError: an unknown `reduce_type` or group, or a dimension that does not divide, with the numbers.
+        ValueError: an unknown `reduce_type` or group, or a dimension that is not there or does not divide, with the numbers.
     """
     return reduce_scatter_start(reduce_type, tensor, scale, scatter_dim, groups).wait()
 

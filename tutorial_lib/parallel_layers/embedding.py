@@ -43,9 +43,9 @@ class ParallelEmbedding(ShardedModule):
         ids `[…]`; output `[…, H]` in the table's dtype.
 
     Raises:
-        ValueError: sizes that do not divide; and an id outside of `[0, V)`, on every rank. On an
-            accelerator, where a look at the ids would stall it, such an id's row becomes NaN
-            instead.
+        ValueError: sizes that do not divide; with sequence parallel, ids that are not `[B, S]`; and
+            an id outside of `[0, V)`, on every rank. On an accelerator, where a look at the ids
+            would stall it, such an id's row becomes NaN instead.
     """
 
     def __init__(
@@ -125,12 +125,13 @@ class ParallelEmbedding(ShardedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the ids `input`."""
         outside = ids_outside(input, self.num_embeddings, "id")
-        if self.sequence_parallel_enabled and self.sequence_dimension == 0:
+        if self.sequence_parallel_enabled:
             if input.dim() != 2:
                 raise ValueError(
                     f"sequence parallel needs ids of shape [B, S], not {tuple(input.shape)}"
                 )
-            input, outside = input.t(), None if outside is None else outside.t()
+            if self.sequence_dimension == 0:
+                input, outside = input.t(), None if outside is None else outside.t()
         if self._size == 1 or self.shard_across_embedding:
             rows = self._look_up(input if outside is None else input.masked_fill(outside, 0))
         else:

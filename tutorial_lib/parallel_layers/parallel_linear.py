@@ -79,6 +79,12 @@ class ParallelLinear(ShardedModule):
                 f"the input of shape {tuple(x.shape)} should have {size} features "
                 f"({self.input_size} in all, {self._size} ranks)"
             )
+        sequence = self.sequence_dimension
+        if self.sequence_parallel_enabled and not 0 <= sequence < x.dim() - 1:
+            raise ValueError(
+                f"sequence_dimension {sequence} is none of the dimensions before the features of an "
+                f"input of shape {tuple(x.shape)}"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.input_size} → {self.output_size}, weight {tuple(self.weight.shape)} of {self._size} ranks"
