@@ -1,7 +1,8 @@
 """The autograd pairs of tensor and sequence parallelism: what a region does forward, and what backward.
 
 Each pair is a collective and its adjoint, so a gradient is right wherever the pair stands (Shoeybi et al., 2019, section
-3; Korthikanti et al., 2022, section 4.2). Names are those of `neuronx_distributed.parallel_layers.mappings`. Where
+3; Korthikanti et al., 2022, section 4.2). Its backward is the other region of the pair, with a gradient of its own, so that
+second derivatives are right too. Names are those of `neuronx_distributed.parallel_layers.mappings`. Where
 `process_group` is None it is the tensor-parallel one; in a group of one rank every pair is the identity.
 """
 
@@ -49,7 +50,7 @@ class _CopyToRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce(grad, ctx.group), None
+        return _ReduceFromRegion.apply(grad, ctx.group), None
 
 
 class _ReduceFromRegion(Function):
@@ -57,12 +58,13 @@ class _ReduceFromRegion(Function):
 
     @staticmethod
     def forward(ctx, x, group):
+        ctx.group = group
         reduced = _reduce(x, group)
         return x.view_as(x) if reduced is x else reduced
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return _CopyToRegion.apply(grad, ctx.group), None
 
 
 class _ScatterToRegion(Function):
@@ -76,7 +78,7 @@ class _ScatterToRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.dim, ctx.group), None, None
+        return _GatherFromRegion.apply(grad, ctx.dim, ctx.group), None, None
 
 
 class _GatherFromRegion(Function):
@@ -90,7 +92,7 @@ class _GatherFromRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _split(grad, ctx.dim, ctx.group), None, None
+        return _ScatterToRegion.apply(grad, ctx.dim, ctx.group), None, None
 
 
 class _GatherToShardedRegion(Function):
@@ -104,7 +106,7 @@ class _GatherToShardedRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return _ReduceScatterToRegion.apply(grad, ctx.dim, ctx.group, None), None, None
 
 
 class _ReduceScatterToRegion(Function):
@@ -118,7 +120,7 @@ class _ReduceScatterToRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.dim, ctx.group).to(ctx.dtype), None, None, None
+        return _GatherToShardedRegion.apply(grad, ctx.dim, ctx.group).to(ctx.dtype), None, None, None
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
