@@ -203,6 +203,30 @@ def test_an_error_of_one_rank_reaches_all(ranks):
     assert str(errors[0]) == "rank 1: no such file: x.hdf5" and str(errors[1]) == "no such file: x.hdf5"
 
 
+def undecodable_on_rank_one():
+    error = None
+    if parallel_state.get_tensor_model_parallel_rank() == 1:
+        with pytest.raises(UnicodeDecodeError) as caught:
+            b"\xff".decode()
+        error = caught.value
+    comm.raise_on_all(error)
+
+
+def test_an_error_that_takes_more_than_a_message_reaches_all(ranks):
+    errors = ranks(undecodable_on_rank_one, world_size=2, tp=2, return_exceptions=True)
+    assert [type(e) for e in errors] == [RuntimeError, UnicodeDecodeError]
+    assert str(errors[0]) == f"rank 1: {errors[1]}"
+
+
+def broadcast_of_a_parameter():
+    return comm.broadcast(torch.ones(2, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_broadcast_has_no_gradient(ranks, size):
+    assert ranks(broadcast_of_a_parameter, world_size=size, tp=size) == [False] * size
+
+
 def bytes_of_collectives():
     with comm.record() as log:
         comm.all_reduce("sum", torch.ones(1024))

@@ -6,10 +6,11 @@ device, which hold no values, do not travel, and the result has the right shape 
 argument order are those of `neuronx_distributed.parallel_layers.comm`.
 """
 
+import builtins
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -283,7 +284,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torc
         src: the place of the source in the group, not its global rank.
         groups: as for `all_reduce`.
     """
-    axis = parallel_state.axis_of(groups)
+    tensor, axis = tensor.detach(), parallel_state.axis_of(groups)
     if not 0 <= src < axis.size:
         raise ValueError(f"src {src} is no place in a group of {axis.size}")
     if axis.size == 1:
@@ -312,7 +313,8 @@ def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
     Call it on all ranks at a point that all reach, so that none waits for one that has failed. Host-side.
 
     Raises:
-        Exception: of the type that the failing rank passed if that is a built-in one, else RuntimeError.
+        Exception: of the type that the failing rank passed if that is a built-in one made of a message, else
+            RuntimeError.
     """
     axis = parallel_state.axis_of(groups)
     mine = None if error is None else (type(error).__name__, str(error))
@@ -323,5 +325,12 @@ def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
     for rank, report in zip(axis.ranks, found):
         if report is not None:
             name, message = report
-            kind = getattr(__import__("builtins"), name, RuntimeError)
-            raise (kind if issubclass(kind, Exception) else RuntimeError)(f"rank {rank}: {message}")
+            raise _error(getattr(builtins, name, None), f"rank {rank}: {message}")
+
+
+def _error(kind: object, message: str) -> Exception:
+    """An error of a type that another rank's has, where a message is all that it takes (unlike UnicodeDecodeError)."""
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(TypeError):
+            return kind(message)
+    return RuntimeError(message)
