@@ -95,6 +95,16 @@ def test_every_norm_type_equals_that_of_the_whole_vector(ranks, dtype):
         assert values[0].item() == pytest.approx(whole.norm(kind).item(), rel=1e-6)
 
 
+def norm_with_a_nan(bad, norm_type):
+    return grads.get_grad_norm(parameter([1.0, torch.nan if TP() == bad else 5.0], True), norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_on_any_rank_is_the_norm_on_all(ranks, bad, norm_type):
+    assert all(norm.isnan() for norm in ranks(norm_with_a_nan, bad, norm_type, world_size=2, tp=2))
+
+
 def kv_norm():
     parallel_state.initialize_kv_group(
         2
@@ -248,6 +258,31 @@ def test_sequence_parallel_gradients_are_summed(ranks, attribute):
         (10.0, 3.0, 1),
         (10.0, 7.0, 1),
     ]
+
+
+def one_rank_lacks_a_share(kind):
+    tp = kind == "sequence"
+    parallel_state.initialize_model_parallel(*((2,) if tp else (1, 1, 2)))
+    rank = TP() if tp else parallel_state.get_context_model_parallel_rank()
+    both, lacking = (parameter(g, sequence_parallel_enabled=True) for g in ([2.0], [4.0, 6.0]))
+    wide = parameter([8.0], dtype=torch.bfloat16, sequence_parallel_enabled=True)
+    wide.main_grad, wide.grad = wide.grad.float(), None
+    if rank == 1:
+        lacking.grad = wide.main_grad = None
+    optimizer = torch.optim.SGD([lacking, wide, both], lr=1.0)
+    if tp:
+        grads.allreduce_sequence_parallel_gradients(optimizer)
+    else:
+        grads.allreduce_context_parallel_gradients(optimizer)
+    return both.grad.tolist(), lacking.grad.tolist(), wide.main_grad.tolist()
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("sequence", ([4.0], [4.0, 6.0], [8.0])), ("context", ([2.0], [2.0, 3.0], [4.0]))],
+)
+def test_a_gradient_that_one_rank_of_the_group_lacks_counts_as_zero(ranks, kind, expected):
+    assert ranks(one_rank_lacks_a_share, kind, world_size=2, tp=None) == [expected] * 2
 
 
 def context_parallel_average():

@@ -64,7 +64,7 @@ def main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Groups) -> None:
     """Gives a zero gradient to a parameter that has none here but has one on another rank of the
-    group.
+    group; an accumulated one (`main_grad`) where that rank's is in another precision.
 
     So the ranks agree on what they reduce, whatever part of the model each one's batch went
     through. One small exchange between the hosts.
@@ -73,12 +73,18 @@ def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Grou
     if axis.size == 1:
         return
     parameters = _distinct(parameters)
-    have = [main_grad(p) is not None for p in parameters]
-    have = torch.tensor(have, dtype=torch.uint8, device="cpu")
-    anywhere = have.clone()
+    grads = [main_grad(p) for p in parameters]
+    have = [0 if grad is None else grad.element_size() for grad in grads]
+    anywhere = torch.tensor(have, dtype=torch.uint8, device="cpu")
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=axis.group)
-    for index in (anywhere > have).nonzero().flatten().tolist():
-        parameters[index].grad = torch.zeros_like(parameters[index])
+    for parameter, mine, theirs in zip(parameters, have, anywhere.tolist()):
+        if mine or not theirs:
+            continue
+        if theirs == parameter.element_size():
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            dtype = torch.float64 if theirs == 8 else torch.float32
+            parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -91,14 +97,17 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
     """
     parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
     marked = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
-    grads = [main_grad(p) for p in marked if main_grad(p) is not None]
-    all_reduce_bucketed(grads, parallel_state.get_tensor_model_parallel_group(as_list=True))
+    groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
+    if marked:
+        fill_missing_gradients(marked, groups)
+    all_reduce_bucketed([main_grad(p) for p in marked if main_grad(p) is not None], groups)
 
 
 def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Averages all gradients over the context-parallel group, in place."""
     parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
     groups = parallel_state.get_context_model_parallel_group(as_list=True)
+    fill_missing_gradients(parameters, groups)
     grads = [main_grad(p) for p in parameters if main_grad(p) is not None]
     all_reduce_bucketed(grads, groups, 1.0 / parallel_state.get_context_model_parallel_size())
 
@@ -193,8 +202,8 @@ def get_grad_norm(
         groups.append(zero1_optimizer_groups or parallel_state.get_zero1_sharding_groups())
     if math.isinf(norm_type):
         total = norms.max()
-        for group in groups:
-            total = comm.all_reduce("max", total, group)
+        for group in groups:  # gathered, as a NaN is lost in gloo's maximum
+            total = comm.all_gather(total[None], 0, group).max()
         return total
     total = (norms.pow(norm_type) * torch.tensor(shares, dtype=dtype, device=norms.device)).sum()
     for group in groups:
