@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import random
 
@@ -124,6 +125,57 @@ def test_a_fork_leaves_the_default_stream_and_goes_on_with_its_own():
         1 / 0
     tracker.reset()
     assert tracker.get_states() == {}
+
+
+def test_forks_in_each_other_draw_no_number_twice():
+    def draw(name):
+        with tracker.fork(name):
+            return torch.rand(2)
+
+    tracker = random.XLARNGStatesTracker()
+    for name, seed in (("a", 1), ("b", 2)):
+        tracker.add(name, seed)
+    start = tracker.get_states()
+    expected = {name: [draw(name) for _ in range(3)] for name in ("a", "b")}
+    tracker.set_states(start)
+    torch.manual_seed(0)
+    found = {"a": [], "b": []}
+    with tracker.fork("a"):
+        found["a"].append(torch.rand(2))
+        with tracker.fork("b"):
+            found["b"].append(torch.rand(2))
+            found["a"].append(draw("a"))
+            found["b"].append(torch.rand(2))
+        found["a"].append(draw("a"))
+    found["b"].append(draw("b"))
+    after = torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(2))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+
+
+def test_a_retained_graph_is_recomputed_alike():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    y = random.checkpoint(lambda x: F.dropout(torch.tanh(model(x)), 0.5), x).sum()
+    y.backward(retain_graph=True)
+    once, before = x.grad.clone(), torch.get_rng_state()
+    y.backward()
+    assert torch.equal(x.grad, 2 * once) and torch.equal(torch.get_rng_state(), before)
+
+
+def recompute_in_a_fork(checkpointed):
+    random.model_parallel_xla_manual_seed(5)
+    block, x = Block(), torch.randn(4, 8, requires_grad=True)
+    with random.get_xla_rng_tracker().fork():
+        y = random.checkpoint(block, x) if checkpointed else block(x)
+    y.pow(2).sum().backward()
+    return y.detach(), x.grad
+
+
+def test_what_was_drawn_within_a_fork_is_drawn_again(ranks):
+    for plain, again in zip(*(ranks(recompute_in_a_fork, c, world_size=1) for c in (False, True))):
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
 
 
 class Block(nn.Module):

@@ -76,6 +76,7 @@ class XLARNGStatesTracker:
         """Forgets every stream."""
         self._states: dict[str, State] = {}
         self._seeds: dict[str, int] = {}
+        self._active: str | None = None  # the stream that the innermost `fork` draws from
 
     def get_states(self) -> dict[str, State]:
         """The state of each stream: `{name: {device: tensor}}`."""
@@ -103,7 +104,7 @@ class XLARNGStatesTracker:
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Inside the block, random numbers come from the stream `name`; the default stream stands
-        still.
+        still. Blocks may lie in each other, of the same stream too, which then just goes on.
 
         Raises:
             ValueError: there is no such stream.
@@ -113,13 +114,17 @@ class XLARNGStatesTracker:
                 f"there is no random stream {name!r} (only {sorted(self._states)}): "
                 "call model_parallel_xla_manual_seed first"
             )
-        before = _default_state()
+        outer, before = self._active, _default_state()
+        if outer is not None:
+            self._states[outer] = before
+        self._active = name
         _set_default_state(self._states[name])
         try:
             yield
         finally:
             self._states[name] = _default_state()
-            _set_default_state(before)
+            self._active = outer
+            _set_default_state(before if outer is None else self._states[outer])
 
 
 _tracker = XLARNGStatesTracker()
@@ -187,28 +192,10 @@ def checkpoint(function: Callable, *args, **kwargs):
     `torch.utils.checkpoint` alone knows the default one, and no XLA. On XLA a barrier keeps the
     compiler from finding the first run's values and using them.
     """
-    first = second = None
-
-    @contextmanager
-    def forward():
-        nonlocal first
-        first = _default_state(), _tracker.get_states()
-        yield
-
-    @contextmanager
-    def recompute():
-        nonlocal second
-        second = _default_state(), _tracker.get_states()
-        _set_default_state(first[0])
-        _tracker.set_states(first[1])
-        try:
-            yield
-        finally:
-            _set_default_state(second[0])
-            _tracker.set_states(second[1])
+    replay = _Replay()
 
     def run(*args):
-        again = second is not None and _xla()
+        again = replay.running and _xla()
         return function(*(_behind_barrier(args) if again else args), **kwargs)
 
     # torch keeps arguments where `SavedActivations` sees them, but looks up their device, and
@@ -219,8 +206,41 @@ def checkpoint(function: Callable, *args, **kwargs):
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (forward(), recompute()),
+        context_fn=lambda: (replay.first(), replay),
     )
+
+
+class _Replay:
+    """Inside the block all random streams are where `first` found them. It may be entered again: backward through
+    a graph that was retained computes its values once more.
+    """
+
+    def __init__(self):
+        self._start = self._before = None
+        self.running = False
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        self._start = _streams()
+        yield
+
+    def __enter__(self) -> None:
+        self._before, self.running = _streams(), True
+        _set_streams(self._start)
+
+    def __exit__(self, *_) -> None:
+        _set_streams(self._before)
+        self.running = False
+
+
+def _streams() -> tuple[State, dict[str, State], str | None]:
+    return _default_state(), _tracker.get_states(), _tracker._active
+
+
+def _set_streams(streams: tuple[State, dict[str, State], str | None]) -> None:
+    default, states, _tracker._active = streams
+    _set_default_state(default)
+    _tracker.set_states(states)
 
 
 def _behind_barrier(args: tuple) -> tuple:
