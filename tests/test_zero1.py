@@ -295,6 +295,23 @@ def test_bf16_with_masters_follows_float32(ranks, options):
         torch.testing.assert_close(value.float(), wide[0][0][name], rtol=0.02, atol=0.02)
 
 
+def mixed_model(**options):
+    dtypes = torch.bfloat16, torch.float32, torch.float16
+    model = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in zip((5, 3, 2), dtypes)]
+    optimizer = NeuronZero1Optimizer(model, torch.optim.SGD, max_norm=100.0, lr=0.5, **options)
+    sum(p.float().sum() for p in model).backward()
+    optimizer.step()
+    return [p.detach() for p in model], optimizer.grad_norm.item()
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("wide", [{"use_grad_acc_hook": True}, {"higher_cc_precision": True}])
+def test_a_model_may_mix_dtypes(ranks, wide, masters):
+    for weights, norm in ranks(mixed_model, use_master_weights=masters, **wide, world_size=2):
+        assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in weights)
+        assert norm == pytest.approx(10**0.5)
+
+
 # --- groups, missing gradients, resume ------------------------------------------------------------
 
 

@@ -71,10 +71,13 @@ def reduce_scatter_mean(
         )
 
     def finish(places: list[int], lengths: list[int], pending: comm.Pending) -> None:
-        buffer = pending.wait().reshape(-1).to(dtypes[places[0]])
-        buffers.append(buffer)
-        for place, shard in zip(places, buffer.split(lengths)):
-            shards[place] = shard
+        buffer = pending.wait().reshape(-1)
+        # One dtype, unless gradients of one have results of several.
+        cast = {dtype: buffer.to(dtype) for dtype in dict.fromkeys(dtypes[p] for p in places)}
+        buffers.extend(cast.values())
+        cuts = {dtype: whole.split(lengths) for dtype, whole in cast.items()}
+        for index, place in enumerate(places):
+            shards[place] = cuts[dtypes[place]][index]
 
     one_ahead(buckets_of(tensors, cap_mb), start, finish)
     return buffers, shards
