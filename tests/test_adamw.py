@@ -115,7 +115,9 @@ def test_a_parameter_without_gradient_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+    "bad",
+    [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+    + [{name: float("nan")} for name in ("lr", "eps", "weight_decay")],
 )
 def test_bad_values_are_named(bad):
     with pytest.raises(

@@ -44,14 +44,11 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         correct_bias: bool = True,
         no_deprecation_warning: bool = True,
     ):
-        if lr < 0:
-            raise ValueError(f"lr {lr} is below 0")
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise ValueError(f"betas {betas} are not both in [0, 1)")
-        if eps < 0:
-            raise ValueError(f"eps {eps} is below 0")
-        if weight_decay < 0:
-            raise ValueError(f"weight_decay {weight_decay} is below 0")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:  # NaN too
+                raise ValueError(f"{name} {value} is not at least 0")
         super().__init__(
             params,
             {
