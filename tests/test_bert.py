@@ -101,18 +101,42 @@ def test_a_vocabulary_that_does_not_divide_changes_nothing(ranks):
     assert found["cls.predictions.bias"].shape == (97,)
 
 
-def counted(preset, choice):
+def gradients(model):
+    loss = model.double()(**micro_batch(0)).loss
+    loss.backward()
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return loss.item(), found
+
+
+def untied(choice):
+    torch.manual_seed(3)
+    model = BertForPreTraining(config(tie_word_embeddings=False), *choice)
+    loss, found = gradients(model)
+    return loss, full_tensors(model, found)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_head_of_its_own_equals_hugging_faces(ranks, choice):
+    torch.manual_seed(3)
+    loss, expected = gradients(hugging_face_reference(HuggingFaceBert, config(tie_word_embeddings=False)))
+    for found_loss, found in ranks(untied, choice, world_size=2, tp=2):
+        assert found_loss == pytest.approx(loss, abs=1e-10) and found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def counted(preset, choice, tied):
     with torch.device("meta"):
-        model = BertForPreTraining(make_config(preset, 1), *choice)
+        model = BertForPreTraining(make_config(preset, 1, tie_word_embeddings=tied), *choice)
     return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("preset", ["tiny", "full"])
-def test_parameters_in_closed_form(ranks, preset, choice):
+@pytest.mark.parametrize("preset, tied", [("tiny", True), ("full", True), ("tiny", False)])
+def test_parameters_in_closed_form(ranks, preset, choice, tied):
     for tp in (1, 4):
-        expected = parameter_count(make_config(preset, tp, choice[0]), tp, *choice)
-        assert ranks(counted, preset, choice, world_size=tp, tp=tp) == [expected] * tp
+        expected = parameter_count(make_config(preset, tp, choice[0], tie_word_embeddings=tied), tp, *choice)
+        assert ranks(counted, preset, choice, tied, world_size=tp, tp=tp) == [expected] * tp
 
 
 def build(changes, choice):
@@ -124,8 +148,9 @@ def build(changes, choice):
     [
         ({"num_attention_heads": 2, "hidden_size": 32}, (False, False), "2 is not divisible by 4"),
         ({"intermediate_size": 66}, (True, False), "66"),
+        ({"is_decoder": True}, (False, False), "is_decoder"),
     ],
 )
-def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, choice, numbers):
+def test_what_does_not_fit_is_named_on_every_rank(ranks, changes, choice, numbers):
     errors = ranks(build, changes, choice, world_size=4, tp=4, return_exceptions=True)
     assert all(isinstance(e, ValueError) and numbers in str(e) for e in errors), errors

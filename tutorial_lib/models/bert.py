@@ -56,6 +56,8 @@ def parameter_count(config: BertConfig, tp_size: int, shard_mlp: bool = False, s
     vocabulary = -(-config.vocab_size // tp) if shard_vocabulary else config.vocab_size
     embeddings = (vocabulary + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
     heads = 2 * (hidden + 1) * hidden + 2 * hidden + vocabulary + 2 * (hidden + 1)  # pooler, transform, norm, bias, NSP
+    if not config.tie_word_embeddings:  # Hugging Face's head then has two biases, and uses one
+        heads += vocabulary * (hidden + 1) + config.vocab_size - vocabulary
     return config.num_hidden_layers * layer + embeddings + heads
 
 
@@ -113,10 +115,12 @@ class BertForPreTraining(hf.BertForPreTraining):
             A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
 
     Raises:
-        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide.
+        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide, or a decoder.
     """
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
+        if config.is_decoder:
+            raise ValueError("is_decoder=True is not supported: this attention sees the whole sequence")
         self.shard_vocabulary = shard_vocabulary
         with torch.device("meta"):
             super().__init__(config)
@@ -134,7 +138,8 @@ class BertForPreTraining(hf.BertForPreTraining):
                 head.decoder = ColumnParallelLinear(
                     config.hidden_size, config.vocab_size, gather_output=False, pad=True
                 )
-                head.bias = head.decoder.bias
+                if config.tie_word_embeddings:  # Hugging Face's other one belongs to nothing otherwise
+                    head.bias = head.decoder.bias
                 self.tie_weights()
         finish(self)
 
