@@ -335,6 +335,16 @@ def test_each_rank_drops_out_of_its_own_heads(ranks):
     assert not torch.equal(first, second)
 
 
+def labelled_twice():
+    batch = micro_batch(0)
+    GPT2LMHeadModel(config())(**batch, labels=batch["targets"])
+
+
+def test_labels_and_targets_exclude_each_other(ranks):
+    with pytest.raises(ValueError, match="labels and targets"):
+        ranks(labelled_twice, world_size=1)
+
+
 def too_long(sequence_parallel, length):
     ids = torch.zeros(1, length, dtype=torch.long)
     return GPT2LMHeadModel(config(), sequence_parallel)(ids).logits.shape

@@ -274,8 +274,10 @@ class GPT2LMHeadModel(hf.GPT2LMHeadModel):
 
         Raises:
             ValueError: a sequence longer than the model has positions; with sequence parallel, one
-                that the ranks do not divide.
+                that the ranks do not divide; both labels and targets.
         """
+        if labels is not None and targets is not None:
+            raise ValueError("labels and targets were given, of which one says what is predicted")
         logits = self.lm_head(
             self.transformer(input_ids, attention_mask, position_ids).last_hidden_state
         )
