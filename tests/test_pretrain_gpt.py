@@ -361,6 +361,17 @@ def test_the_published_command_line():
         (dict(lr_decay_style="square"), "square"),
         (dict(train_iters=0), "--train-iters is 0"),
         (dict(make_vocab_size_divisible_by=64), "64"),
+        (dict(lr_decay_iters=0), "--lr-decay-iters is 0"),
+        (dict(weight_decay=float("nan")), "--weight-decay is nan"),
+        (dict(attention_dropout=1.5), r"--attention-dropout is 1.5, must be in \[0, 1\)"),
+        (dict(hidden_dropout=-0.1), "--hidden-dropout is -0.1"),
+        (dict(train_iters="6"), "--train-iters is '6', must be of type int"),
+        (dict(hidden_size=32.0), "--hidden-size is 32.0, must be of type int"),
+        (dict(num_layers=True), "--num-layers is True"),
+        (dict(bf16=1), "--bf16 is 1, must be of type bool"),
+        (dict(lr=None), "--lr is None"),
+        (dict(distributed_backend="CPU"), "'CPU', not one of cpu"),
+        (dict(lr_decay_style="Linear"), "'Linear', not one of"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(data, changes, text):

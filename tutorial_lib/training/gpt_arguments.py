@@ -5,7 +5,7 @@ rank and allocates nothing.
 """
 
 import argparse
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 
 from transformers import GPT2Config
 
@@ -127,6 +127,7 @@ class GPTArguments:
         Raises:
             ValueError: they do not; with the values and the rule.
         """
+        self._check_types()
         for name in (
             "num_layers",
             "hidden_size",
@@ -142,10 +143,22 @@ class GPTArguments:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
-        for name in ("eval_iters", "num_workers", "clip_grad", "weight_decay", "lr_warmup_iters"):
-            if getattr(self, name) < 0:
+        for name in (
+            "eval_iters",
+            "num_workers",
+            "clip_grad",
+            "weight_decay",
+            "lr_warmup_iters",
+            "init_method_std",
+            "layernorm_epsilon",
+            "adam_eps",
+        ):
+            if not getattr(self, name) >= 0:  # NaN too
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 0")
-        for name in ("save_interval", "exit_interval", "global_batch_size"):
+        for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be in [0, 1)")
+        for name in ("save_interval", "exit_interval", "global_batch_size", "lr_decay_iters"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
         for first, second in (
@@ -176,6 +189,19 @@ class GPTArguments:
             divide(self.seq_length, self.tensor_model_parallel_size, "--seq-length over ranks")
         self.accumulation(self.data_parallel_size(world_size))
         self.schedule(1)
+
+    def _check_types(self) -> None:
+        """A notebook's parameters were parsed by nobody."""
+        for one in fields(self):
+            value, kind, choices = getattr(self, one.name), _type(one), one.metadata["choices"]
+            if value is None and one.type == kind | None:
+                continue
+            if not isinstance(value, (int, float) if kind is float else kind) or (
+                isinstance(value, bool) and kind is not bool
+            ):
+                raise ValueError(f"{_flag(one.name)} is {value!r}, must be of type {kind.__name__}")
+            if choices and value not in choices:
+                raise ValueError(f"{_flag(one.name)} is {value!r}, not one of {', '.join(choices)}")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Raises ValueError where the tensor-parallel size does not divide the ranks."""
@@ -236,13 +262,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _type(one: Field) -> type:
+    return next(kind for kind in (int, float, str, bool) if one.type in (kind, kind | None))
+
+
 def parse_arguments(words: list[str] | None = None) -> GPTArguments:
     """The arguments on the command line, or in `words`."""
     parser = argparse.ArgumentParser(
         prog="torchrun … -m tutorial_lib.training.pretrain_gpt", description=__doc__.splitlines()[0]
     )
     for one in fields(GPTArguments):
-        kind = [t for t in (int, float, str, bool) if t is one.type or one.type == t | None][0]
+        kind = _type(one)
         common = {"help": one.metadata["help"], "default": one.default}
         if kind is bool:
             parser.add_argument(_flag(one.name), action="store_true", **common)
