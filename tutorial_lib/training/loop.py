@@ -7,6 +7,7 @@ short micro-batch more than one of a long one.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -88,6 +89,9 @@ def train(
 
     Returns:
         One record for each step done.
+
+    Raises:
+        ValueError: numbers of steps that do not fit, or batches that end before the last step.
     """
     if gradient_accumulation_steps < 1 or not 0 <= start_step <= steps:
         raise ValueError(
@@ -102,7 +106,12 @@ def train(
     done = []
     for number in range(start_step + 1, steps + 1):
         epoch = 0 if sampler is None else sampler.epoch
-        micro_batches = [next(stream) for _ in range(gradient_accumulation_steps)]
+        micro_batches = list(islice(stream, gradient_accumulation_steps))
+        if len(micro_batches) < gradient_accumulation_steps:
+            raise ValueError(
+                f"the batches ended in step {number} of {steps}, after {len(micro_batches)} of its "
+                f"{gradient_accumulation_steps}: they have to be an endless stream"
+            )
         if meter is None:
             sequences = next(iter(micro_batches[0].values())).size(0)
             meter = Throughput(sequences, parallel_state.get_data_parallel_size(), gradient_accumulation_steps)
