@@ -627,6 +627,19 @@ BAD = {
 ANYWHERE = {
     "id too large": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, 8])), ("8",)),
     "negative id": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, -1])), ("-1", "8")),
+    "half a feature": (lambda: ColumnParallelLinear(4, 4.0), ("output_size", "4.0")),
+    "a flag for a size": (lambda: RowParallelLinear(True, 4), ("input_size", "True")),
+    "no stride": (lambda: ColumnParallelLinear(4, 4, stride=0), ("stride", "0")),
+    "no vocabulary": (lambda: ParallelEmbedding(0, 4), ("num_embeddings", "0")),
+    "words for a width": (lambda: ParallelEmbedding(8, "4"), ("embedding_dim", "'4'")),
+    "negative padding": (
+        lambda: ColumnParallelLinear(4, 5, pad=True, pad_alignment_size_per_rank=-3),
+        ("pad_alignment_size_per_rank", "-3"),
+    ),
+    "padding to nothing": (
+        lambda: ParallelEmbedding(5, 4, pad=True, pad_alignment_size_per_rank=0),
+        ("pad_alignment_size_per_rank", "0"),
+    ),
     "float ids": (lambda: ParallelEmbedding(8, 4)(torch.ones(2)), ("float32",)),
 }
 

@@ -12,7 +12,7 @@ from ..parallel_layers.layers_utils import column_parallel_linear
 from ..parallel_layers.parallel_linear import InitMethod, kaiming
 from ..parallel_layers.sharded_module import ShardedModule
 from ..parallel_layers.sharding import Partition
-from ..parallel_layers.utils import ensure_divisibility
+from ..parallel_layers.utils import ensure_divisibility, ensure_positive
 
 PARTS = ("q", "k", "v")
 
@@ -80,7 +80,12 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             raise ValueError(
                 "gather_output=True and sequence_parallel_enabled=True exclude each other"
             )
+        if len(output_sizes) != 2:
+            raise ValueError(f"output_sizes {output_sizes} are not two: of query, and of key and value")
         query, key = output_sizes
+        ensure_positive(
+            input_size=input_size, query_size=query, key_size=key, kv_size_multiplier=kv_size_multiplier
+        )
         parts = self._size
         ensure_divisibility(
             parts, kv_size_multiplier, "tensor parallel size over kv_size_multiplier"

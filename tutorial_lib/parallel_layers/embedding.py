@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from . import mappings
+from .parallel_linear import padding
 from .sharded_module import ShardedModule
 from .sharding import Partition
-from .utils import ids_outside
+from .utils import ensure_positive, ids_outside
 
 
 class ParallelEmbedding(ShardedModule):
@@ -73,6 +74,7 @@ class ParallelEmbedding(ShardedModule):
         pad_alignment_size_per_rank: int = 1,
     ):
         super().__init__(device, dtype, tensor_model_parallel_group)
+        ensure_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(
@@ -102,7 +104,7 @@ class ParallelEmbedding(ShardedModule):
         self.weight_partition_dim = 1 if shard_across_embedding else 0
         size = (num_embeddings, embedding_dim)[self.weight_partition_dim]
         multiple = pad_alignment_size_per_rank if pad else 1
-        self.pad_size = -size % (parts * multiple) if pad else 0
+        self.pad_size = padding(size, parts, multiple) if pad else 0
         order = None if rank_ordering is None else tuple(rank_ordering)
         self._cut = Partition(
             self.weight_partition_dim, (size,), parts, (), self.pad_size, order, multiple

@@ -13,13 +13,12 @@ from torch import nn
 from . import comm
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .sharding import Partition
-from .utils import divide
+from .utils import divide, ensure_positive
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
     """How many heads have to be added to `n_head` so that `tp_degree` divides them."""
-    if n_head < 1 or tp_degree < 1:
-        raise ValueError(f"n_head {n_head} and tp_degree {tp_degree} must be at least 1")
+    ensure_positive(n_head=n_head, tp_degree=tp_degree)
     return -n_head % tp_degree
 
 
@@ -30,10 +29,9 @@ def get_padded_vocab_size(vocab_size: int, tp_degree: int, make_divisible_by: in
     Give the real size to the loss (`parallel_cross_entropy(…, vocab_size=…)`), and to
     `ParallelEmbedding(pad=True)`.
     """
-    if min(vocab_size, tp_degree, make_divisible_by) < 1:
-        raise ValueError(
-            f"vocab_size {vocab_size}, tp_degree {tp_degree} and make_divisible_by {make_divisible_by} must be at least 1"
-        )
+    ensure_positive(
+        vocab_size=vocab_size, tp_degree=tp_degree, make_divisible_by=make_divisible_by
+    )
     multiple = tp_degree * make_divisible_by
     return -(-vocab_size // multiple) * multiple
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .sharded_module import ShardedModule
-from .utils import ensure_divisibility
+from .utils import ensure_divisibility, ensure_positive
 
 InitMethod = Callable[[torch.Tensor], object]
 
@@ -19,6 +19,7 @@ def kaiming(weight: torch.Tensor) -> None:
 
 def padding(size: int, parts: int, multiple: int = 1) -> int:
     """Zeros behind `size` so that each of `parts` gets the same multiple of `multiple`."""
+    ensure_positive(pad_alignment_size_per_rank=multiple)
     return -size % (parts * multiple)
 
 
@@ -39,10 +40,7 @@ class ParallelLinear(ShardedModule):
         keep_master,
     ):
         super().__init__(device, dtype, group)
-        if min(input_size, output_size, stride) < 1:
-            raise ValueError(
-                f"input_size {input_size}, output_size {output_size} and stride {stride} must be at least 1"
-            )
+        ensure_positive(input_size=input_size, output_size=output_size, stride=stride)
         if pad and stride > 1:
             raise ValueError(
                 f"pad works for one matrix, not for {stride} fused ones (stride {stride})"

@@ -5,6 +5,7 @@ The ranks `0 … W-1` are laid out row by row as `[PP, DP, CP, TP]`: the ranks o
 is `[PP, DP_expert, EP, TP]`.
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +47,11 @@ def layout(
         context_parallel_size,
         expert_model_parallel_size,
     )
-    if min(sizes) < 1 or world_size < 1:
-        raise ValueError(f"sizes must be at least 1: world {world_size}, tensor {tp}, pipeline {pp}, context {cp}, expert {ep}")
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 1 for n in (*sizes, world_size)):
+        raise ValueError(
+            f"sizes must be whole numbers from 1 on: world {world_size!r}, tensor {tp!r}, pipeline {pp!r}, context {cp!r}, "
+            f"expert {ep!r}"
+        )
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"invalid implied data parallel degree: world size {world_size} is not divisible by tensor {tp} × "

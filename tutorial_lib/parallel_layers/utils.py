@@ -2,11 +2,19 @@
 
 import copy
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import nn
 
 from . import parallel_state
+
+
+def ensure_positive(**sizes: int) -> None:
+    """Raises ValueError, with its name, for a size that is no whole number from 1 on."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} is {size!r}, must be a whole number from 1 on")
 
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:

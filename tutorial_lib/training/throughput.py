@@ -3,6 +3,8 @@
 import time
 from collections import deque
 
+from tutorial_lib.parallel_layers.utils import ensure_positive
+
 
 class Throughput:
     """Moving average of the sequences that all data-parallel ranks train on in a second.
@@ -13,6 +15,9 @@ class Throughput:
         grad_accum_usteps: micro-batches in a step.
         moving_avg_window_size: steps that the average is taken over.
         logging_interval: steps between two calls of `get_throughput`.
+
+    Raises:
+        ValueError: a number that is below 1.
     """
 
     def __init__(
@@ -23,8 +28,12 @@ class Throughput:
         moving_avg_window_size: int = 10,
         logging_interval: int = 1,
     ):
+        ensure_positive(
+            batch_size=batch_size, world_size=world_size, grad_accum_usteps=grad_accum_usteps,
+            moving_avg_window_size=moving_avg_window_size, logging_interval=logging_interval,
+        )  # fmt: skip
         self.seqs_per_iteration = batch_size * world_size * grad_accum_usteps * logging_interval
-        self._seconds: deque[float] = deque(maxlen=max(1, -(-moving_avg_window_size // logging_interval)))
+        self._seconds: deque[float] = deque(maxlen=-(-moving_avg_window_size // logging_interval))
         self.reset_time()
 
     def reset_time(self) -> None:

@@ -1,0 +1,53 @@
+"""The training loop's own arithmetic and errors; that it trains rightly is for the models' tests."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tutorial_lib.training.loop import train
+from tutorial_lib.training.throughput import Throughput
+
+
+class Mean(torch.nn.Module):
+    """The smallest model that the loop takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def count_targets(self, batch: dict) -> torch.Tensor:
+        return torch.tensor(batch["x"].numel())
+
+    def forward(self, x, num_items_in_batch):
+        loss = (self.weight * x).sum() / num_items_in_batch
+        return SimpleNamespace(loss=loss)
+
+
+def short_stream(batches):
+    model = Mean()
+    stream = ({"x": torch.ones(2)} for _ in range(batches))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return len(train(model, optimizer, stream, steps=3, gradient_accumulation_steps=2))
+
+
+def test_batches_that_end_early_are_named(ranks):
+    assert ranks(short_stream, 6, world_size=1) == [3]
+    with pytest.raises(ValueError, match="ended in step 3 of 3, after 1 of its 2"):
+        ranks(short_stream, 5, world_size=1)
+
+
+def test_throughput_is_of_the_last_steps(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 4.0, 100.0, 102.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Throughput(batch_size=2, world_size=3, grad_accum_usteps=4, moving_avg_window_size=2)
+    assert [meter.get_throughput() for _ in range(3)] == [24, 24 * 2 / 3, 24 * 2 / 3]
+    meter.reset_time()  # what took 96 seconds does not count
+    assert meter.get_throughput() == 24 * 2 / 3
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 0}, {"world_size": -1}, {"logging_interval": 0}, {"grad_accum_usteps": 1.5}])
+def test_numbers_that_measure_nothing_are_refused(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Throughput(**{"batch_size": 1, "world_size": 1, "grad_accum_usteps": 1, **change})
