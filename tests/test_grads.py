@@ -145,6 +145,10 @@ def wrong_arguments():
         grads.get_grad_norm(p, 0)
     with pytest.raises(ValueError, match="max_norm -1.0"):
         grads.clip_grad_norm(p, -1.0)
+    elsewhere = parameter([1.0])
+    set_tensor_model_parallel_attributes(elsewhere, True, 0, 1, num_partitions=4)
+    with pytest.raises(ValueError, match="cut over 4 ranks.*over the 2 of"):
+        grads.get_grad_norm(elsewhere)
     return True
 
 

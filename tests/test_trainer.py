@@ -9,6 +9,7 @@ from torch import nn
 from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
+from tutorial_lib.parallel_layers.grads import main_grad
 from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
     initialize_parallel_model,
@@ -255,6 +256,22 @@ def test_models_are_built_in_waves_with_their_ties_marks_and_buffers(ranks, meta
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == "cpu"
     if meta:
         assert torch.equal(found[0][0], torch.arange(32.0).view(8, 4))
+
+
+def gradient_after(zero_grad_of):
+    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
+    model = initialize_parallel_model(config, lambda: nn.Linear(2, 1, bias=False))
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+    for _ in range(2):
+        {"model": model, "optimizer": optimizer}[zero_grad_of].zero_grad()
+        model.run_train(torch.ones(1, 2))
+        optimizer.step()
+    return main_grad(model.weight).tolist()
+
+
+@pytest.mark.parametrize("zero_grad_of", ["model", "optimizer"])
+def test_accumulated_gradients_are_forgotten(ranks, zero_grad_of):
+    assert ranks(gradient_after, zero_grad_of, world_size=2) == [[[1.0, 1.0]]] * 2
 
 
 def build_badly(arguments, kwargs):

@@ -17,6 +17,7 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
     clip_coefficient,
     fill_missing_gradients,
+    forget_main_grads,
     get_grad_norm,
     main_grad,
 )
@@ -176,12 +177,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, accumulated ones too."""
+        """Forgets the gradients, accumulated ones too, which a module's own `zero_grad` does not know."""
         super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if hasattr(param, "main_grad"):
-                    param.main_grad = None
+        forget_main_grads(param for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -62,6 +62,13 @@ def main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad if accumulated is None else accumulated
 
 
+def forget_main_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """What `zero_grad` is for gradients, for those accumulated in higher precision."""
+    for parameter in parameters:
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad = None
+
+
 def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Groups) -> None:
     """Gives a zero gradient to a parameter that has none here but has one on another rank of the
     group; an accumulated one (`main_grad`) where that rank's is in another precision.
@@ -127,6 +134,13 @@ def _pieces(
         elif parallel_state.get_tensor_model_parallel_rank() == 0:
             yield grad, 1.0
         return
+    parts = getattr(parameter, "num_partitions", -1)
+    size = parallel_state.get_tensor_model_parallel_size()
+    if parts not in (-1, size):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is cut over {parts} ranks, and the norm is "
+            f"taken over the {size} of a tensor-parallel group"
+        )
     shared = getattr(parameter, "kv_shared_numel", 0)
     if shared == 0:
         yield grad, 1.0
@@ -167,8 +181,9 @@ def get_grad_norm(
         A scalar tensor on the parameters' device, in float32 or, for such gradients, float64.
 
     Raises:
-        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, or a `norm_type` that is not
-            above 0.
+        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, a `norm_type` that is not
+            above 0, or a parameter that is cut over another number of ranks than tensor-parallel
+            groups have.
     """
     if zero1_optimizer_groups is not None and not zero1_optimizer:
         raise ValueError("zero1_optimizer_groups was given, but zero1_optimizer is False")

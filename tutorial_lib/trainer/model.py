@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.grads import forget_main_grads
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.utils import move_model_to_device
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
@@ -58,6 +59,11 @@ class NxDModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, those accumulated in higher precision too."""
+        self.module.zero_grad(set_to_none)
+        forget_main_grads(self.module.parameters())
 
     # A checkpoint is the model's: without the name of this wrapper.
     def named_parameters(self, *args, **kwargs):
