@@ -27,6 +27,6 @@ _EXPORTS = {
 def __getattr__(name: str):
     if name in _EXPORTS:
         return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
-    if name in ("parallel_layers", "trainer", "checkpoint"):
+    if name in ("parallel_layers", "modules", "optimizer", "trainer", "checkpoint", "utils"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,11 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         lr: a float, or a tensor on the parameters' device.
         betas, eps, weight_decay: as above.
         correct_bias: see α.
-        no_deprecation_warning: accepted and ignored.
+        no_deprecation_warning, capturable: accepted and ignored; a step never reads a value.
+        differentiable: has to be False.
+
+    Raises:
+        ValueError: a number out of its range, with its name.
 
     The step count is a tensor on the parameter's device: a number that changes from step to step
     would make XLA compile each step anew.
@@ -43,7 +47,11 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         correct_bias: bool = True,
         no_deprecation_warning: bool = True,
+        differentiable: bool = False,
+        capturable: bool = False,
     ):
+        if differentiable:
+            raise ValueError("differentiable=True: a step has no gradient here")
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise ValueError(f"betas {betas} are not both in [0, 1)")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):

@@ -54,8 +54,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             0 for one a parameter, by default what suits the device (`buckets.buckets_of`).
         use_grad_acc_hook: accumulate into `param.main_grad` in `optimizer_dtype`; `param.grad` is
             None after backward.
-        save_master_weights: put the masters into `state_dict`. Without them a resumed bfloat16 run
-            starts from rounded weights.
+        save_master_weights: put the masters into `state_dict`, by default unlike in the vendor's
+            library. Without them a resumed bfloat16 run starts from rounded weights.
         higher_cc_precision: sum gradients over the ranks in `optimizer_dtype` rather than their
             own.
         use_master_weights: False keeps masters and state in each parameter's own dtype.

@@ -174,8 +174,12 @@ def gather_from_sequence_parallel_region(
     sequence_dimension: int = 0,
     to_model_parallel: bool = True,
     process_group: Group = None,
+    tile_cc: bool = False,
 ) -> torch.Tensor:
-    """forward: all-gather along the sequence / backward: reduce-scatter, or keep the chunk if not `to_model_parallel`."""
+    """forward: all-gather along the sequence / backward: reduce-scatter, or keep the chunk if not `to_model_parallel`.
+
+    `tile_cc` is for a compiler's sake; it changes no result here.
+    """
     region = _GatherToShardedRegion if to_model_parallel else _GatherFromRegion
     return region.apply(x, sequence_dimension, process_group)
 
