@@ -35,7 +35,7 @@ def test_fractions_of_a_column_line_up_and_units_stand_to_the_right():
     assert [row[0] for row in rates.rows] == ["34.4", "26.0"]
     assert [row[1] for row in rates.rows] == ["14.8", "1e-07"], "no decimals would make these line up"
     assert [line[-8:] for line in repr(rates).splitlines()[2:]] == ["64.0 KiB", " 1.4 MiB"]
-    assert show.by_rank({"seconds": [0.0, 0.5, 0.25]}).rows[0][1:4] == ["0.00", "0.50", "0.25"]
+    assert show.by_rank({"seconds": [0.0, 0.5, 0.25]}).rows[0][1:4] == ["0", "0.50", "0.25"]
     assert [row[1] for row in show.compare({"a": (3, 4), "b": (None, 1)}).rows] == ["3", "–"]
 
 

@@ -66,10 +66,10 @@ def text(value: Any) -> str:
 
 
 def texts(values: Sequence[Any]) -> list[str]:
-    """Cells of one quantity. Fractions get the decimals of the one that needs most, so that they line up."""
+    """Cells of one quantity. Fractions but for a plain 0 get the decimals of the one that needs most, so they line up."""
     values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     shown = [text(value) for value in values]
-    fractions = [i for i, value in enumerate(values) if isinstance(value, float) and math.isfinite(value)]
+    fractions = [i for i, value in enumerate(values) if isinstance(value, float) and value and math.isfinite(value)]
     if any("e" in shown[i] for i in fractions):
         return shown
     decimals = max((len(shown[i].partition(".")[2]) for i in fractions), default=0)
