@@ -1,6 +1,6 @@
 """A plan to be read: tables."""
 
-from tutorial_lib.show.tables import Table, size, table
+from tutorial_lib.show.tables import Table, size, table, text
 
 from .choices import scaled, smallest_tensor_parallel, switches
 from .plan import Plan
@@ -40,7 +40,7 @@ def said(plan: Plan) -> Table:
 
 def bounds(plan: Plan) -> Table:
     """The three times, and what they allow."""
-    rows = [{"bound": name, "seconds a step": float(f"{time:.3g}")} for name, time in plan.times.items()]
+    rows = [{"bound": name, "seconds a step": f"{time:.3g}"} for name, time in plan.times.items()]
     caption = (
         f"A step of {plan.run.sequences:,} sequences takes {plan.step_time:.3g} s at least "
         f"({plan.bound}): {plan.throughput:.3g} sequences/s at most, "
@@ -82,8 +82,8 @@ def scaling(plan: Plan, nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256, 1000)
                 "ranks": p.run.world_size,
                 "sequences a step": p.run.sequences,
                 "bound": p.bound,
-                "sequences/s at most": f"{p.throughput:.4g}",
-                "if nothing overlaps": f"{p.throughput_in_turn:.4g}",
+                "sequences/s at most": text(float(f"{p.throughput:.4g}")),
+                "if nothing overlaps": text(float(f"{p.throughput_in_turn:.4g}")),
             }
             for p in scaled(plan, nodes)
         ],
