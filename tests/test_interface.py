@@ -1,4 +1,5 @@
-"""Names, order and defaults of arguments are those of `neuronx_distributed` 0.18, for what the tutorials teach.
+"""Names, order and defaults of arguments are those of `neuronx_distributed` 0.18, where the
+tutorials teach it.
 
 Further arguments may follow, as keywords; where an argument has another default, the note says why.
 """
@@ -24,8 +25,8 @@ SIGNATURES = {
     "process_group=None",
     "parallel_layers.mappings.gather_from_sequence_parallel_region": "x, sequence_dimension=0, "
     "to_model_parallel=True, process_group=None, tile_cc=False",
-    "parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region": "x, sequence_dimension=0, "
-    "process_group=None, dtype=None",
+    "parallel_layers.mappings.reduce_scatter_to_sequence_parallel_region": "x, "
+    "sequence_dimension=0, process_group=None, dtype=None",
     "parallel_layers.mappings.gather_from_tensor_model_parallel_region_with_dim": "x, gather_dim, "
     "process_group=None",
     "parallel_layers.mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim": "x, "
@@ -106,14 +107,15 @@ SIGNATURES = {
 # What scripts import or call that has no arguments to compare, older spellings among it.
 NAMES = {
     "": "parallel_state has_checkpoint finalize_checkpoint",
-    "parallel_layers": "parallel_state load save clip_grad_norm ColumnParallelLinear RowParallelLinear "
-    "ParallelEmbedding parallel_cross_entropy initialize_model_parallel get_xla_rng_tracker "
+    "parallel_layers": "parallel_state load save clip_grad_norm ColumnParallelLinear "
+    "RowParallelLinear ParallelEmbedding parallel_cross_entropy initialize_model_parallel get_xla_rng_tracker "
     "model_parallel_xla_manual_seed copy_tensor_model_parallel_attributes PARALLEL_MODULES "
     "set_defaults_if_not_set_tensor_model_parallel_attributes PARALLEL_FUNCTIONS "
-    "layers mappings comm grads loss_functions layer_norm checkpointing random pad utils layers_utils",
+    "layers mappings comm grads loss_functions layer_norm checkpointing random pad utils "
+    "layers_utils",
     "parallel_layers.parallel_state": "get_tensor_model_parallel_replica_groups "
-    "get_tensor_model_parallel_size get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
-    "get_tensor_model_parallel_world_size get_tensor_parallel_size get_tensor_parallel_rank "
+    "get_tensor_model_parallel_size get_tensor_model_parallel_rank "
+    "get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size get_tensor_parallel_size get_tensor_parallel_rank "
     "get_data_parallel_replica_groups get_data_parallel_size get_data_parallel_rank "
     "get_data_parallel_world_size get_data_parallel_src_rank get_pipeline_model_parallel_size "
     "get_pipeline_model_parallel_rank get_context_model_parallel_size get_zero1_sharding_groups "
