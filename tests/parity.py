@@ -1,7 +1,10 @@
-"""Trains a model over ranks, and Hugging Face's in one process, so that a test can compare them."""
+"""What the models' tests share: training over ranks and in one process, to be compared; counting
+parameters; errors on every rank.
+"""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tutorial_lib.launch import mark_step
 from tutorial_lib.models.full_weights import full_tensors
@@ -78,3 +81,23 @@ def assert_same(found, expected, tolerance: float = 1e-10) -> None:
             torch.testing.assert_close(
                 value, right[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def next_token_loss(model, batch: dict) -> torch.Tensor:
+    """Of Hugging Face's model; its own loss is of float32 logits."""
+    batch = dict(batch)
+    labels = batch.pop("labels")[:, 1:].flatten()
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+
+
+def build(model_class: type, config, *options) -> int:
+    """The parameters of a model on this rank, of which none is allocated."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in model_class(config, *options).parameters())
+
+
+def assert_refused(ranks, text: str, function, *args, **where) -> None:
+    """That every rank by itself raises ValueError with `text` in it."""
+    errors = ranks(function, *args, return_exceptions=True, **where)
+    assert all(isinstance(e, ValueError) and text in str(e) for e in errors), errors

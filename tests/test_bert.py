@@ -12,7 +12,7 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
 
-from .parity import assert_same, train_alone, train_together
+from .parity import assert_refused, assert_same, build, train_alone, train_together
 
 SIZES = dict(
     hidden_size=32,
@@ -125,22 +125,13 @@ def test_a_head_of_its_own_equals_hugging_faces(ranks, choice):
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def counted(preset, choice, tied):
-    with torch.device("meta"):
-        model = BertForPreTraining(make_config(preset, 1, tie_word_embeddings=tied), *choice)
-    return sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("preset, tied", [("tiny", True), ("full", True), ("tiny", False)])
 def test_parameters_in_closed_form(ranks, preset, choice, tied):
     for tp in (1, 4):
-        expected = parameter_count(make_config(preset, tp, choice[0], tie_word_embeddings=tied), tp, *choice)
-        assert ranks(counted, preset, choice, tied, world_size=tp, tp=tp) == [expected] * tp
-
-
-def build(changes, choice):
-    BertForPreTraining(config(**changes), *choice)
+        cfg = make_config(preset, tp, choice[0], tie_word_embeddings=tied)
+        expected = parameter_count(cfg, tp, *choice)
+        assert ranks(build, BertForPreTraining, cfg, *choice, world_size=tp, tp=tp) == [expected] * tp
 
 
 @pytest.mark.parametrize(
@@ -152,5 +143,4 @@ def build(changes, choice):
     ],
 )
 def test_what_does_not_fit_is_named_on_every_rank(ranks, changes, choice, numbers):
-    errors = ranks(build, changes, choice, world_size=4, tp=4, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and numbers in str(e) for e in errors), errors
+    assert_refused(ranks, numbers, build, BertForPreTraining, config(**changes), *choice, world_size=4, tp=4)

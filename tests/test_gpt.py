@@ -17,7 +17,7 @@ from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers.consistency import check_replicated
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 
-from .parity import assert_same, train_alone, train_together
+from .parity import assert_refused, assert_same, build, train_alone, train_together
 from .standin import same, state
 
 SIZES = dict(
@@ -359,10 +359,6 @@ def test_a_length_that_does_not_fit_is_named_on_every_rank(ranks, sequence_paral
         ranks(too_long, sequence_parallel, length, world_size=2, tp=2)
 
 
-def build(changes):
-    GPT2LMHeadModel(config(**changes))
-
-
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -373,14 +369,7 @@ def build(changes):
     ],
 )
 def test_what_does_not_fit_is_named_on_every_rank(ranks, changes, text):
-    errors = ranks(build, changes, world_size=4, tp=4, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and text in str(e) for e in errors), errors
-
-
-def counted(preset, changes):
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(make_config(preset, 1, **changes))
-    return sum(p.numel() for p in model.parameters())
+    assert_refused(ranks, text, build, GPT2LMHeadModel, config(**changes), world_size=4, tp=4)
 
 
 @pytest.mark.parametrize(
@@ -389,8 +378,9 @@ def counted(preset, changes):
 @pytest.mark.parametrize("preset", ["tiny", "full"])
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
-        expected = parameter_count(make_config(preset, tp, **changes), tp)
-        assert ranks(counted, preset, changes, world_size=tp, tp=tp) == [expected] * tp
+        cfg = make_config(preset, tp, **changes)
+        expected = [parameter_count(cfg, tp)] * tp
+        assert ranks(build, GPT2LMHeadModel, cfg, world_size=tp, tp=tp) == expected
 
 
 def test_the_published_vocabulary_is_padded_as_megatron_does():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
@@ -23,7 +22,7 @@ from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distribu
 from tutorial_lib.training.loop import train
 from tutorial_lib.training.memory import SavedActivations, optimizer_bytes
 
-from .parity import assert_same, train_alone, train_together
+from .parity import assert_refused, assert_same, build, next_token_loss, train_alone, train_together
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96, max_position_embeddings=64
@@ -65,18 +64,10 @@ def right_padded(index: int) -> dict:
 BATCHES = {"whole": micro_batch, "left": left_padded, "right": right_padded}
 
 
-def hugging_face_loss(model, batch: dict) -> torch.Tensor:
-    """Hugging Face's own loss is of float32 logits."""
-    batch = dict(batch)
-    labels = batch.pop("labels")[:, 1:].flatten()
-    logits = model(**batch).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
-
-
 def reference(changes: dict, batches: str = "whole", **recipe):
     torch.manual_seed(0)
     model = hugging_face_reference(hf.GPTNeoXForCausalLM, config(**changes)).double()
-    return train_alone(model, hugging_face_loss, BATCHES[batches], **recipe)
+    return train_alone(model, next_token_loss, BATCHES[batches], **recipe)
 
 
 def trained(changes: dict, sequence_parallel: bool, batches: str = "whole", **recipe):
@@ -279,13 +270,8 @@ def odd_length(sequence_parallel):
 
 
 def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
-    errors = ranks(odd_length, True, world_size=2, tp=2, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and "5 is not divisible by 2" in str(e) for e in errors), errors
+    assert_refused(ranks, "5 is not divisible by 2", odd_length, True, world_size=2, tp=2)
     assert len(set(ranks(odd_length, False, world_size=2, tp=2))) == 1
-
-
-def build(changes):
-    GPTNeoXForCausalLM(config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -293,21 +279,15 @@ def build(changes):
     [({"num_attention_heads": 2}, "2 is not divisible by 4"), ({"intermediate_size": 66}, "66 is not divisible by 4")],
 )
 def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, numbers):
-    errors = ranks(build, changes, world_size=4, tp=4, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and numbers in str(e) for e in errors), errors
-
-
-def counted(preset, changes):
-    with torch.device("meta"):
-        model = GPTNeoXForCausalLM(make_config(preset, 1, **changes))
-    return sum(p.numel() for p in model.parameters())
+    assert_refused(ranks, numbers, build, GPTNeoXForCausalLM, config(**changes), world_size=4, tp=4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "vocab_size": 8191}, {"attention_bias": False}])
 @pytest.mark.parametrize("preset", ["tiny", "full"])
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
-        assert ranks(counted, preset, changes, world_size=tp, tp=tp) == [parameter_count(make_config(preset, tp, **changes), tp)] * tp
+        cfg = make_config(preset, tp, **changes)
+        assert ranks(build, GPTNeoXForCausalLM, cfg, world_size=tp, tp=tp) == [parameter_count(cfg, tp)] * tp
 
 
 def saved_by_a_layer(preset, dtype, sequence_parallel, batch=2, length=128):

@@ -16,7 +16,7 @@ from tutorial_lib.parallel_layers.consistency import check_replicated
 from tutorial_lib.parallel_layers.random import get_rng_state, model_parallel_xla_manual_seed
 from tutorial_lib.training.memory import SavedActivations
 
-from .parity import assert_same, train_alone, train_together
+from .parity import assert_refused, assert_same, build, next_token_loss, train_alone, train_together
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64, vocab_size=96, max_position_embeddings=64
@@ -48,14 +48,6 @@ def left_padded(index: int) -> dict:
 BATCHES = {"whole": micro_batch, "left": left_padded}
 
 
-def hugging_face_loss(model, batch: dict) -> torch.Tensor:
-    """Hugging Face's own loss is of float32 logits."""
-    batch = dict(batch)
-    labels = batch.pop("labels")[:, 1:].flatten()
-    logits = model(**batch).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
-
-
 def reference(changes: dict, batches: str, **recipe):
     torch.manual_seed(0)
     model = hugging_face_reference(hf.LlamaForCausalLM, config(**changes)).double()
@@ -64,7 +56,7 @@ def reference(changes: dict, batches: str, **recipe):
             module.forward = partial(
                 F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight, eps=module.variance_epsilon
             )
-    return train_alone(model, hugging_face_loss, BATCHES[batches], **recipe)
+    return train_alone(model, next_token_loss, BATCHES[batches], **recipe)
 
 
 def trained(changes: dict, batches: str, sequence_parallel: bool, flash: bool, mode: str, **recipe):
@@ -239,12 +231,6 @@ def test_flash_attention_leaves_nothing_to_recompute(ranks):
         assert expected <= found < 1.04 * expected, mode  # a number a row of the attention matrix
 
 
-def counted(preset, changes):
-    with torch.device("meta"):
-        model = LlamaForCausalLM(make_config(preset, 1, num_hidden_layers=3, **changes))
-    return sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_word_embeddings": True, "vocab_size": 8191}, {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}],
@@ -252,13 +238,9 @@ def counted(preset, changes):
 @pytest.mark.parametrize("preset", ["tiny", "full"])
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
-        expected = parameter_count(make_config(preset, tp, num_hidden_layers=3, **changes), tp)
-        assert ranks(counted, preset, changes, world_size=tp, tp=tp) == [expected] * tp
+        cfg = make_config(preset, tp, num_hidden_layers=3, **changes)
+        assert ranks(build, LlamaForCausalLM, cfg, world_size=tp, tp=tp) == [parameter_count(cfg, tp)] * tp
     assert parameter_count(make_config("full"), 1) == 6_738_415_616  # Llama 2 7B as published
-
-
-def build(changes):
-    LlamaForCausalLM(config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -271,8 +253,7 @@ def build(changes):
     ],
 )
 def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, numbers):
-    errors = ranks(build, changes, world_size=4, tp=4, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and numbers in str(e) for e in errors), errors
+    assert_refused(ranks, numbers, build, LlamaForCausalLM, config(**changes), world_size=4, tp=4)
 
 
 def odd_length():
@@ -280,7 +261,6 @@ def odd_length():
 
 
 def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
-    errors = ranks(odd_length, world_size=2, tp=2, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and "5 is not divisible by 2" in str(e) for e in errors), errors
+    assert_refused(ranks, "5 is not divisible by 2", odd_length, world_size=2, tp=2)
     with pytest.raises(ValueError, match="'most' is not one of none, selective"):
         checkpoint_activations(torch.nn.Module(), "most")
