@@ -107,20 +107,23 @@ SIGNATURES = {
 # What scripts import or call that has no arguments to compare, older spellings among it.
 NAMES = {
     "": "parallel_state has_checkpoint finalize_checkpoint",
-    "parallel_layers": "parallel_state load save clip_grad_norm ColumnParallelLinear "
-    "RowParallelLinear ParallelEmbedding parallel_cross_entropy initialize_model_parallel get_xla_rng_tracker "
-    "model_parallel_xla_manual_seed copy_tensor_model_parallel_attributes PARALLEL_MODULES "
-    "set_defaults_if_not_set_tensor_model_parallel_attributes PARALLEL_FUNCTIONS "
-    "layers mappings comm grads loss_functions layer_norm checkpointing random pad utils "
-    "layers_utils",
-    "parallel_layers.parallel_state": "get_tensor_model_parallel_replica_groups "
-    "get_tensor_model_parallel_size get_tensor_model_parallel_rank "
-    "get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size get_tensor_parallel_size get_tensor_parallel_rank "
-    "get_data_parallel_replica_groups get_data_parallel_size get_data_parallel_rank "
-    "get_data_parallel_world_size get_data_parallel_src_rank get_pipeline_model_parallel_size "
-    "get_pipeline_model_parallel_rank get_context_model_parallel_size get_zero1_sharding_groups "
-    "get_expert_model_parallel_size destroy_model_parallel model_parallel_is_initialized rmsg "
-    "is_global_rank_zero get_world_group gather_python_object get_kv_shared_group",
+    "parallel_layers": """
+        parallel_state load save clip_grad_norm ColumnParallelLinear RowParallelLinear
+        ParallelEmbedding parallel_cross_entropy initialize_model_parallel get_xla_rng_tracker
+        model_parallel_xla_manual_seed copy_tensor_model_parallel_attributes PARALLEL_MODULES
+        set_defaults_if_not_set_tensor_model_parallel_attributes PARALLEL_FUNCTIONS layers mappings
+        comm grads loss_functions layer_norm checkpointing random pad utils layers_utils
+    """,
+    "parallel_layers.parallel_state": """
+        get_tensor_model_parallel_replica_groups get_tensor_model_parallel_size
+        get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank
+        get_tensor_model_parallel_world_size get_tensor_parallel_size get_tensor_parallel_rank
+        get_data_parallel_replica_groups get_data_parallel_size get_data_parallel_rank
+        get_data_parallel_world_size get_data_parallel_src_rank get_pipeline_model_parallel_size
+        get_pipeline_model_parallel_rank get_context_model_parallel_size get_zero1_sharding_groups
+        get_expert_model_parallel_size destroy_model_parallel model_parallel_is_initialized rmsg
+        is_global_rank_zero get_world_group gather_python_object get_kv_shared_group
+    """,
     "trainer": "neuronx_distributed_config initialize_parallel_model initialize_parallel_optimizer",
     "trainer.model": "NxDModel",
     "trainer.optimizer": "NxDOptimizer",

@@ -95,14 +95,8 @@ class _GatherFromRegion(Function):
         return _ScatterToRegion.apply(grad, ctx.dim, ctx.group), None, None
 
 
-class _GatherToShardedRegion(Function):
+class _GatherToShardedRegion(_GatherFromRegion):
     """forward: all-gather along `dim` / backward: reduce-scatter, as what follows is sharded and each rank holds a part."""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        gathered = _gather(x, dim, group)
-        return x.view_as(x) if gathered is x else gathered
 
     @staticmethod
     def backward(ctx, grad):
