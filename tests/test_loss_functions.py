@@ -89,6 +89,21 @@ def test_a_target_on_another_rank_and_ignored_ones(ranks):
         assert torch.equal(loss, torch.zeros(2)) and torch.equal(grad, torch.zeros(2, 2))
 
 
+def small_targets(dtype, target):
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
+    return parallel_cross_entropy(mine(logits), torch.tensor(target, dtype=dtype)), logits
+
+
+@pytest.mark.parametrize(
+    "dtype, target",
+    [(torch.uint8, [0, 156, 255]), (torch.int16, [0, 399, -100]), (torch.int32, [7, -100, 300])],
+)
+def test_targets_of_any_integer_dtype(ranks, dtype, target):  # in a byte −100 would be 156
+    for loss, logits in ranks(small_targets, dtype, target, world_size=2, tp=2):
+        expected = F.cross_entropy(logits, torch.tensor(target), reduction="none")
+        torch.testing.assert_close(loss, expected)
+
+
 def ramp(scale, smoothing):
     return run(scale * torch.arange(8.0)[None], torch.tensor([2]), label_smoothing=smoothing)
 

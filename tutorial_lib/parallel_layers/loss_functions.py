@@ -85,7 +85,7 @@ def parallel_cross_entropy(
 
     Args:
         vocab_parallel_logits: `[…, V/T]`, this rank's part of the vocabulary. Not modified.
-        target: `[…]`, ids of the whole vocabulary, the same on every rank.
+        target: `[…]`, ids of the whole vocabulary in any integer dtype, the same on every rank.
         label_smoothing: α as in `F.cross_entropy`: the target is `(1 − α)` of the id's own and α
             spread evenly over all V classes, the right one included (not over the V − 1 others).
         ignore_index: the target of a token whose loss and gradient are exactly 0.
@@ -116,6 +116,7 @@ def parallel_cross_entropy(
             f"vocab_size {vocabulary} is not in [1, {local * axis.size}], {axis.size} ranks of {local} logits"
         )
     outside = ids_outside(target, vocabulary, "target", ignore_index)
+    target = target.to(torch.int64)
 
     start = axis.rank * local
     real = min(max(vocabulary - start, 0), local)

@@ -188,6 +188,7 @@ def ids_outside(
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise ValueError(f"each {what} is an integer, not {ids.dtype}")
+    ids = ids.to(torch.int64)  # a byte is never -100
     outside = (ids < 0) | (ids >= size)
     if ignore is not None:
         outside &= ids != ignore
