@@ -157,12 +157,17 @@ def test_without_shuffling():
 def test_wrong_input():
     with pytest.raises(ValueError, match="3 samples do not fill a batch of 2 on each of 2"):
         make(size=3)
-    with pytest.raises(ValueError, match="batch of 0"):
-        make(batch=0)
+    for batch in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"batch_size is {batch}"):
+            make(batch=batch)
     with pytest.raises(ValueError, match="rank 2"):
         make(rank=2)
     with pytest.raises(ValueError, match="-1"):
         make().advance(-1)
+    with pytest.raises(ValueError, match="batches is 1.5"):
+        make().advance(1.5)
+    with pytest.raises(ValueError, match="epoch is -1"):
+        make().set_epoch(-1)
     with pytest.raises(TypeError, match="batches_per_epoch"):
         len(make())
     state = make().state_dict()

@@ -1,11 +1,13 @@
 """Batches for data-parallel ranks that go on after a stop exactly where training was."""
 
 from collections.abc import Callable, Iterator
+from numbers import Integral
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.utils import ensure_positive
 
 
 class ResumableBatchSampler(DistributedSampler):
@@ -37,7 +39,7 @@ class ResumableBatchSampler(DistributedSampler):
         seed: the same on all ranks.
 
     Raises:
-        ValueError: fewer samples than one global micro-batch.
+        ValueError: fewer samples than one global micro-batch, or a `batch_size` below 1.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class ResumableBatchSampler(DistributedSampler):
         if rank is None:
             rank = parallel_state.get_data_parallel_rank()
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
-        if batch_size < 1 or len(dataset) < batch_size * num_replicas:
+        ensure_positive(batch_size=batch_size)
+        if len(dataset) < batch_size * num_replicas:
             raise ValueError(
                 f"{len(dataset)} samples do not fill a batch of {batch_size} on each of "
                 f"{num_replicas} data-parallel ranks"
@@ -96,8 +99,7 @@ class ResumableBatchSampler(DistributedSampler):
 
         On a new sampler, `advance(steps * accumulation)` is the position after so many steps.
         """
-        if batches < 0:
-            raise ValueError(f"cannot advance by {batches} batches")
+        _check_count("batches", batches)
         self.consumed_samples += batches * self.global_batch_size
         left = (len(self.dataset) - self.offset) // self.global_batch_size
         if batches < left:
@@ -109,6 +111,7 @@ class ResumableBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the start of an epoch; for a loop that counts epochs itself."""
+        _check_count("epoch", epoch)
         self.epoch, self.offset = epoch, 0
         self.consumed_samples = epoch * self.batches_per_epoch * self.global_batch_size
 
@@ -141,6 +144,11 @@ class ResumableBatchSampler(DistributedSampler):
         self.epoch, self.offset = state["epoch"], state["offset"]
         if len(self.dataset) - self.offset < self.global_batch_size:
             self.epoch, self.offset = self.epoch + 1, 0  # what is left does not fill a batch
+
+
+def _check_count(name: str, count: int) -> None:
+    if not isinstance(count, Integral) or count < 0:
+        raise ValueError(f"{name} is {count!r}, must be a whole number from 0 on")
 
 
 def data_loader(
