@@ -45,6 +45,8 @@ STALE = {
         ({"world_size": 2, "tp_size": 0}, ["tp_size 0"]),
         ({"world_size": 2, "threads": 0}, ["threads 0"]),
         ({"world_size": 2, "timeout": 0}, ["timeout 0"]),
+        ({"world_size": 2, "timeout": float("inf")}, ["timeout inf"]),
+        ({"world_size": 2, "timeout": "20"}, ["timeout '20'"]),
         ({"world_size": 2, "backend": "tpu"}, ["'tpu'", "cpu, cuda, xla"]),
     ],
 )

@@ -21,6 +21,7 @@ connections between the ranks; `mesh.reset()` makes new ones. What cannot be rel
 import atexit
 import os
 import time
+from numbers import Real
 
 import ipyparallel as ipp
 import torch
@@ -37,6 +38,7 @@ __all__ = ["Mesh", "MeshError", "RankError"]
 
 # Seconds a collective waits for its peers. With XLA they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
+LONGEST = 1e9  # that torch can count
 LAUNCHERS = ("local", "slurm")
 _current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
 
@@ -82,8 +84,8 @@ class Mesh:
                 raise ValueError(f"{name} {size!r} is not a positive whole number")
         if tp_size is not None and world_size % tp_size:
             raise ValueError(f"world_size {world_size} is not divisible by tp_size {tp_size}")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout {timeout!r} is not a positive number of seconds")
+        if timeout is not None and (not isinstance(timeout, Real) or not 0 < timeout <= LONGEST):
+            raise ValueError(f"timeout {timeout!r} is not a number of seconds between 0 and {LONGEST:.0e}")
         check_backend(backend)
         if launcher not in LAUNCHERS:
             raise ValueError(f"launcher {launcher!r} is not one of {', '.join(LAUNCHERS)}")
@@ -232,6 +234,8 @@ class Mesh:
         """Runs a cell on the ranks (all by default) and prints what they print; `%%px` calls it."""
         self._require_ranks()
         ranks = list(range(self.world_size)) if ranks is None else ranks
+        if not ranks:
+            raise ValueError("no rank was named to run the cell on")
         for rank in ranks:
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
