@@ -12,9 +12,9 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
 
     With gradient g at step t, in the arithmetic of the state:
 
-        m ← β₁ m + (1 - β₁) g              v ← β₂ v + (1 - β₂) g²
-        p ← p - α m / (√v + ε)             α = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ), or lr without
-        `correct_bias` p ← p - lr · weight_decay · p      after the update, with plain lr
+        m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
+        p ← p - α m / (√v + ε)         α = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ); lr without `correct_bias`
+        p ← p - lr · weight_decay · p  after the update, with plain lr
 
     (Kingma and Ba, 2015, end of section 2; Loshchilov and Hutter, 2019). `torch.optim.AdamW` adds ε
     to the corrected √v, so its ε is this one over √(1 - β₂ᵗ), and it decays before the update; for

@@ -131,7 +131,7 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
     """The sum (`max`, `min`) of `tensor` over the group, bitwise equal on all its ranks.
 
     Args:
-        op_type: `sum`, `max` or `min`.
+        op_type: `sum`, `max` or `min`. Of the last two it is the backend that decides whether a NaN shows.
         tensor: the same shape on every rank.
         groups: a process group of `parallel_state` or its replica groups; by default the tensor-parallel one.
 

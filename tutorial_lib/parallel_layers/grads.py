@@ -227,8 +227,11 @@ def get_grad_norm(
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.Tensor:
-    """What gradients of norm `total_norm` are multiplied by: `max_norm / total_norm`, and 1 if that
-    is not below 1.
+    """What gradients of norm `total_norm` are multiplied by: `max_norm / (total_norm + 1e-6)`, as in
+    torch, and 1 if that is not below 1. NaN where the norm is NaN.
+
+    Raises:
+        ValueError: a `max_norm` that is not above 0; infinity clips nothing.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm} is not above 0")
@@ -259,8 +262,9 @@ def clip_grad_norm(
     """Clips the gradients of the whole model, in place, to a norm of `max_norm` and returns the
     norm before.
 
-    See `get_grad_norm` for the arguments and for what is counted. A `max_norm` above the norm
-    leaves every gradient bitwise as it was. Every rank of the tensor-parallel group has to call it.
+    See `get_grad_norm` for the arguments and for what is counted, `clip_coefficient` for
+    `max_norm`: one above the norm leaves every gradient bitwise as it was. Every rank of the
+    tensor-parallel group has to call it.
     """
     parameters = _distinct(parameters)
     total_norm = get_grad_norm(

@@ -2,8 +2,7 @@
 nothing saved gathered.
 
 Column: `Y = X [A_1 … A_T]`, `X` on every rank. Row: `Y = Σ X_i A_i`, `X_i` and `A_i` on rank i
-    (Shoeybi et al., 2019,
-section 3). With sequence parallel the ranks hold chunks of the sequence outside of the pair: an
+(Shoeybi et al., 2019, section 3). With sequence parallel the ranks hold chunks of the sequence outside of the pair: an
 all-gather before the column layer and a reduce-scatter behind the row layer stand for the two
 all-reduces (Korthikanti et al., 2022, section 4.2).
 """

@@ -50,8 +50,14 @@ def initialize_model_parallel(
     """Builds the groups of every axis. Every rank calls it; a second call builds them anew.
 
     Args:
+        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: ranks
+            along each axis. What they leave of the world is data parallel.
         skip_collective_init, lnc_size: accepted for the vendor's library's sake; nothing here depends on them.
         mesh_only: return the groups as lists of ranks and create nothing.
+        trn1_tp4_ring: see `layout`.
+
+    Returns:
+        The groups with `mesh_only`, else None.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
