@@ -1,18 +1,29 @@
 """Checkpoints of the vendor's library, which have no metadata: loaded on the same mesh and on
-others, or refused with what is missing. And `NeuronZero1Optimizer.save_sharded_state_dict`, whose
-files have none either.
+others, or refused with what is missing. `NeuronZero1Optimizer.save_sharded_state_dict`, whose files
+have none either. And checkpoints for the vendor's library.
 """
 
 import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import nn
 
 from tests.standin import Standin, attempt, same, state
-from tests.test_checkpoint_tools import masters, zero1, zero_resume, zero_straight
-from tutorial_lib.checkpoint import load_checkpoint
+from tests.test_checkpoint_tools import (
+    assert_same_object,
+    masters,
+    zero1,
+    zero_resume,
+    zero_straight,
+)
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tensors
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.optimizer.shards import join_shards
+from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, parallel_state
 
 MESHES = [
@@ -216,3 +227,212 @@ def test_an_empty_folder(ranks, tmp_path):
     arguments = (go_on_sharded, str(tmp_path / "none"), torch.float32, 8)
     for kind, message in ranks(attempt, *arguments, world_size=2, tp=2):
         assert kind is FileNotFoundError and "none" in message
+
+
+# --- from here to the vendor ----------------------------------------------------------------------
+
+
+class Odd(Standin):
+    """What is hard to cut: 7 rows, fewer rows than places, no rows at all, nothing to learn."""
+
+    def __init__(self, dtype=torch.float32, scalar: bool = True):
+        super().__init__(dtype)
+        self.seven = nn.Parameter((torch.arange(21, dtype=dtype) / 8).reshape(7, 3))
+        self.pair = nn.Parameter((torch.arange(10, dtype=dtype) / 8).reshape(2, 5, 1))
+        self.frozen = nn.Parameter(torch.ones(3, 2, dtype=dtype), requires_grad=False)
+        if scalar:
+            self.scalar = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+
+    def optimizer(self) -> NeuronZero1Optimizer:
+        named = dict(self.named_parameters())
+        few = [(name, named.pop(name)) for name in ("norm", "pair", "frozen")]
+        groups = [{"params": few, "weight_decay": 0.0}, {"params": list(named.items())}]
+        return NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.05, grad_clipping=False)
+
+
+def train_odd(first: int, last: int, model: Odd, optimizer) -> tuple[dict, dict]:
+    for step in range(first, last):
+        model.train_step(optimizer, step)
+    return state(model), masters(optimizer)
+
+
+def save_odd(folder, scalar=True, **options):
+    model = Odd(torch.bfloat16, scalar)
+    optimizer = model.optimizer()
+    train_odd(0, 3, model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    content = {"global_step": 3}
+    save_checkpoint(folder, "step_3", model, optimizer, scheduler, content, **options)
+
+
+def go_on_odd(folder, tag):
+    model = Odd(torch.bfloat16)
+    optimizer = model.optimizer()
+    load_checkpoint(folder, tag, model, optimizer, restore_random_state=False)
+    return train_odd(3, 8, model, optimizer)
+
+
+def straight_odd():
+    model = Odd(torch.bfloat16)
+    return train_odd(0, 8, model, model.optimizer())
+
+
+def reshard(source, output, tp: int, dp: int, *options: str) -> None:
+    sizes = ["--tp", str(tp), "--dp", str(dp)]
+    assert main(["reshard", str(source), str(output), *sizes, *options]) == 0
+    assert main(["verify", str(output)]) == 0
+
+
+@pytest.mark.parametrize("form", ["plain", "xser"])
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_to_the_vendor_and_back_is_the_identity(ranks, tmp_path, dp, form):
+    ranks(save_odd, str(tmp_path), world_size=4, tp=2)
+    ours, theirs = tmp_path / "step_3", tmp_path / "theirs"
+    options = ["--xser"] if form == "xser" else []
+    reshard(ours, theirs, 2, dp, "--vendor", *options)
+    reshard(theirs, tmp_path / "back", 2, 2, "--no-xser")
+    files = sorted(file.relative_to(ours) for file in ours.glob("[mo]*/*.pt"))
+    assert len(files) == 2 + 4
+    for file in files:
+        assert_same_object(tensors.load(ours / file), tensors.load(tmp_path / "back" / file))
+    if dp == 2:  # and it loads here as it is
+        expected = ranks(straight_odd, world_size=4, tp=2)
+        for (weights, master), right in zip(
+            ranks(go_on_odd, str(tmp_path), "theirs", world_size=4, tp=2), expected
+        ):
+            assert same(weights, right[0]) and same(master, right[1])
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (2, 2), (4, 1)])
+def test_odd_parameters_at_every_mesh(ranks, tmp_path, world_size, tp):
+    ranks(save_odd, str(tmp_path), world_size=4, tp=2)
+    for (weights, master), right in zip(
+        ranks(go_on_odd, str(tmp_path), "step_3", world_size=world_size, tp=tp),
+        ranks(straight_odd, world_size=world_size, tp=tp),
+    ):
+        assert same(weights, right[0]) and same(master, right[1])
+
+
+def test_the_vendor_finds_the_files_and_keys_that_it_reads(ranks, tmp_path):
+    ranks(save_odd, str(tmp_path), scalar=False, world_size=4, tp=2)
+    reshard(tmp_path / "step_3", tmp_path / "theirs", 2, 3, "--vendor")
+    theirs = tmp_path / "theirs"
+    assert (theirs / "checkpoint").read_text() == "1" and (theirs / "done").stat().st_size
+    shard = "dp_rank_{:02d}_tp_rank_{:02d}_pp_rank_00.pt"
+    assert sorted(os.listdir(theirs / "model")) == [shard.format(0, tp) for tp in (0, 1)]
+    assert sorted(os.listdir(theirs / "optim")) == [
+        shard.format(dp, tp) for dp in range(3) for tp in (0, 1)
+    ]
+    for name in ("scheduler.pt", "user_content.pt"):
+        torch.load(theirs / name, weights_only=True)
+    for tp in (0, 1):
+        weights = torch.load(theirs / "model" / shard.format(0, tp), weights_only=True)
+        for dp in range(3):
+            value = torch.load(theirs / "optim" / shard.format(dp, tp), weights_only=True)
+            assert list(value) == [
+                "state", "param_groups", "base_state", "shape_info", "sharded_master_weights"
+            ]  # fmt: skip
+            names = [name for group in value["param_groups"] for name in group["param_names"]]
+            assert value["state"] == {}
+            assert [n for group in value["param_groups"] for n in group["params"]] == list(
+                range(len(names))
+            )
+            for number, name in enumerate(names):
+                shape = weights[name].shape
+                assert value["shape_info"][number] == shape
+                rows = torch.Size([-(-shape[0] // 3), *shape[1:]])
+                assert value["sharded_master_weights"][number].shape == rows
+                fields = value["base_state"].get(number, {})
+                assert bool(fields) == (name != "frozen")
+                for field, tensor in fields.items():
+                    assert tensor.shape == (() if field == "step" else rows)
+
+
+# What runs in a process of its own: torch-xla's optimizer is given the files of all three places,
+# one after the other, as if it were each of them.
+LOAD_WITH_TORCH_XLA = """
+import sys
+from unittest import mock
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as runtime
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+folder, places = sys.argv[1], 3
+weights = torch.load(f"{folder}/model/dp_rank_00_tp_rank_00_pp_rank_00.pt")
+files = [f"{folder}/optim/dp_rank_{dp:02d}_tp_rank_00_pp_rank_00.pt" for dp in range(places)]
+masters = [torch.load(file)["sharded_master_weights"] for file in files]
+held = []
+for rank, file in enumerate(files):
+    value = torch.load(file)
+    parameters, groups = {}, []
+    for group in value["param_groups"]:
+        for name in group["param_names"]:
+            parameter = torch.nn.Parameter(torch.zeros_like(weights[name]).to(torch_xla.device()))
+            parameters[name] = parameter.requires_grad_(name != "frozen")
+        named = [(name, parameters[name]) for name in group["param_names"]]
+        groups.append({"params": named, "weight_decay": 0.5})
+    calls = iter(range(len(parameters)))
+
+    def all_gather(own, dim, **_):
+        number = next(calls)
+        full = torch.cat([each[number] for each in masters])
+        return full.to(own.dtype).to(own.device)
+
+    with (
+        mock.patch.object(runtime, "global_ordinal", lambda: rank),
+        mock.patch.object(xm, "all_gather", all_gather),
+    ):
+        optimizer = ZeroRedundancyOptimizer(
+            groups, torch.optim.AdamW, lr=1.0, sharding_groups=[list(range(places))],
+            save_master_weights=True,
+        )
+        optimizer.load_state_dict(value)
+    shards = [s for group in optimizer.base_optimizer.param_groups for s in group["params"]]
+    held.append({
+        "groups": [{k: g[k] for k in ("lr", "betas", "weight_decay")}
+                   for g in optimizer.base_optimizer.param_groups],
+        "names": list(parameters),
+        "weights": {name: tensor.detach().cpu() for name, tensor in parameters.items()},
+        "masters": [s.detach().cpu() for s in shards],
+        "state": [{k: v.cpu() for k, v in optimizer.base_optimizer.state[s].items()}
+                  for s in shards],
+    })
+torch.save(held, sys.argv[2])
+"""
+
+
+def whole_state():
+    model = Odd(torch.bfloat16, scalar=False)
+    optimizer = model.optimizer()
+    train_odd(0, 3, model, optimizer)
+    value = optimizer.state_dict()
+    return state(model), value["sharded_master_weights"], value["base_state"]
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch-xla")
+def test_torch_xlas_optimizer_loads_it(ranks, tmp_path):
+    ranks(save_odd, str(tmp_path), scalar=False, world_size=2, tp=1)
+    reshard(tmp_path / "step_3", tmp_path / "theirs", 1, 3, "--vendor")
+    command = [sys.executable, "-c", LOAD_WITH_TORCH_XLA, tmp_path / "theirs", tmp_path / "held"]
+    environment = os.environ | {"PJRT_DEVICE": "CPU"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    weights, masters, base = ranks(whole_state, world_size=1, tp=1)[0]
+    for rank, held in enumerate(torch.load(tmp_path / "held")):
+        assert [group["weight_decay"] for group in held["groups"]] == [0.0, 0.01]
+        assert all(group["lr"] == 0.05 for group in held["groups"])
+        for number, name in enumerate(held["names"]):
+            shape = weights[name].shape
+            length = -(-shape[0] // 3)
+
+            def rows(flat, shape=shape, length=length):
+                zeros = torch.zeros(length * 3 - shape[0], *shape[1:])
+                return torch.cat([flat.view(shape), zeros])[rank * length : (rank + 1) * length]
+
+            assert torch.equal(held["weights"][name], weights[name])
+            assert torch.equal(held["masters"][number], rows(masters[number]))
+            assert held["state"][number].keys() == base.get(number, {}).keys()
+            for field, tensor in held["state"][number].items():
+                expected = base[number][field]
+                assert torch.equal(tensor, rows(expected) if expected.dim() else expected)

@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
         help="one file a tensor; by default as before",
     )
     command.add_argument("--pad", action="store_true", help="pad a vocabulary that does not divide")
+    command.add_argument(
+        "--vendor",
+        action="store_true",
+        help="for neuronx_distributed: ZeRO-1's state cut along dim 0; without this, as here",
+    )
     command = add("convert", "between one file a shard and one file a tensor (xser)")
     command.add_argument("--to", choices=("plain", "xser"), required=True)
     return result
@@ -79,7 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
         elif args.command == "split":
             split.split(args.source, args.output, args.tp, args.xser, args.pad, **dict(args.option))
         elif args.command == "reshard":
-            reshard.reshard(args.source, args.output, args.tp, args.dp, args.xser, args.pad)
+            reshard.reshard(
+                args.source, args.output, args.tp, args.dp, args.xser, args.pad, args.vendor
+            )
         else:
             convert.convert(args.source, args.output, args.to == "xser")
     except (OSError, ValueError) as error:

@@ -65,6 +65,14 @@ class SavedOptimizer:
             else self._state(self._first)[number][field]
         )
 
+    def is_cut(self, name: str, field: str) -> bool:
+        """True if each rank has a part of the field; False for a step count and the like."""
+        entry = self.entry(name, field)
+        if not isinstance(entry, torch.Tensor) or entry.dim():
+            return isinstance(entry, torch.Tensor)
+        scalar = not self._layouts[name].shape  # all of whose state may be scalars
+        return scalar and not self.zero1 and field != "step"
+
     def full(self, name: str, field: str):
         """The field for the full parameter; a scalar as it is."""
         layout, result = self._layouts[name], None
@@ -201,7 +209,7 @@ def _resharded(
     for number, name in enumerate(names):
         for field in saved.fields(name):
             value = saved.full(name, field)
-            if isinstance(value, torch.Tensor) and value.dim():
+            if saved.is_cut(name, field):
                 value = targets[name].cut(value, place.tp)
                 value = take_shard(value, place.dp, place.replicas, value.dtype) if zero1 else value
             if field == MASTER:

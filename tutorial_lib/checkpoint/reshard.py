@@ -1,12 +1,13 @@
 """`reshard`: a checkpoint at another tensor-parallel and data-parallel degree, optimizer state and
-masters with it.
+masters with it; for the vendor's library too, which cuts ZeRO-1's state in a way of its own.
 """
 
 from pathlib import Path
 
 import torch
 
-from ..optimizer.shards import shard_length, take_shard
+from ..optimizer.shards import shard_length
+from ..parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
 from .architectures import layout_at
 from .blocks import full_blocks, shard_blocks
 from .layout import METADATA, Layout, to_json, write_metadata
@@ -32,6 +33,7 @@ def reshard(
     dp: int | None = None,
     xser: bool | None = None,
     pad: bool = False,
+    vendor: bool = False,
 ) -> None:
     """Writes a checkpoint at other degrees.
 
@@ -44,6 +46,9 @@ def reshard(
         dp: data-parallel size, which matters for the shards of ZeRO-1; by default as before.
         xser: tensor by tensor; by default as before.
         pad: pad a vocabulary that `tp` does not divide and that was not padded before.
+        vendor: cut the state of ZeRO-1 as the vendor's library (torch-xla's
+            `ZeroRedundancyOptimizer`) loads it: along dim 0, with rows of zeros at the end. Such a
+            checkpoint loads here too; without this option it is cut as this library does.
 
     Raises:
         ValueError: a degree that does not fit, with the tensor and the numbers. For others see
@@ -65,7 +70,7 @@ def reshard(
         written = {aside / METADATA: _metadata(reader, aside, targets, mesh)}
         written |= _weights(reader, targets, aside, tp, xser)
         if (reader.path / "optim").is_dir():
-            written |= _Optimizer(reader, targets, tp, dp).write(aside, xser)
+            written |= _Optimizer(reader, targets, tp, dp, vendor).write(aside, xser)
         names = ["scheduler.pt", "user_content.pt"] + (
             ["random_state.pt"] if mesh == reader.mesh else []
         )
@@ -101,9 +106,12 @@ def _weights(
 class _Optimizer:
     """The optimizer's state of a checkpoint on its way to other degrees."""
 
-    def __init__(self, reader: Reader, targets: dict[str, Layout], tp: int, dp: int):
+    def __init__(
+        self, reader: Reader, targets: dict[str, Layout], tp: int, dp: int, vendor: bool
+    ):
         self._saved, self._targets, self._tp = SavedOptimizer(reader), targets, tp
         self._places = dp if self._saved.zero1 else 1
+        self._by_rows = vendor or not self._saved.zero1
         self._head = reader.lazy(reader.optimizer_file(0, 0)).value
 
     def write(self, aside: Path, xser: bool) -> Digests:
@@ -117,23 +125,29 @@ class _Optimizer:
                 full = self._saved.full(name, field)
                 for (tp, dp), each in sinks.items():
                     if (name, field) in forms[tp, dp]:
-                        each.put(forms[tp, dp][name, field], self._part(full, name, tp, dp))
+                        expected = forms[tp, dp][name, field]
+                        each.put_rows(expected, 0, self._part(full, name, tp, dp, expected))
         return close_all(sinks.values())
 
-    def _part(self, full: torch.Tensor, name: str, tp: int, dp: int) -> torch.Tensor:
-        if full.dim() == 0 and self._targets[name].shape:
-            return full  # a step count and the like
-        part = self._targets[name].cut(full, tp)
-        return take_shard(part, dp, self._places, part.dtype) if self._saved.zero1 else part
+    def _part(
+        self, full: torch.Tensor, name: str, tp: int, dp: int, expected: torch.Tensor
+    ) -> torch.Tensor:
+        """What of a field the file has room for, without padding: that is there already."""
+        if expected.dim() == 0:
+            return full
+        part, rows = self._targets[name].cut(full, tp), len(expected)
+        return part.reshape(self._what_is_cut(name))[dp * rows : (dp + 1) * rows]
 
     def _form(self, name: str, entry: torch.Tensor) -> torch.Tensor:
-        local = torch.Size(self._targets[name].local_shape())
-        if entry.dim() == 0 and (local or not self._saved.zero1):
+        if entry.dim() == 0:  # a step count and the like
             return form((), entry.dtype)
-        return form(
-            (shard_length(local.numel(), self._places),) if self._saved.zero1 else local,
-            entry.dtype,
-        )
+        length, *row = self._what_is_cut(name)
+        return form((shard_length(length, self._places), *row), entry.dtype)
+
+    def _what_is_cut(self, name: str) -> tuple[int, ...]:
+        """The shape in which the places share a rank's part; a scalar is a row of one element."""
+        local = self._targets[name].local_shape() or (1,)
+        return local if self._by_rows else (torch.Size(local).numel(),)
 
     def _lay_out(self, dp: int) -> tuple[dict, dict[tuple[str, str], torch.Tensor]]:
         """One shard's state dict with forms for tensors, and these forms by parameter and field."""
@@ -147,30 +161,48 @@ class _Optimizer:
                     masters[number] = entry
                 else:
                     state.setdefault(number, {})[field] = entry
-        value = {**self._head, "base_state" if self._saved.zero1 else "state": state}
-        if self._saved.zero1:
-            value |= {
-                "sharding": {"rank": dp, "size": self._places},
-                "shape_info": self._shape_info(),
-            }
-            value |= {MASTER: masters} if masters else {}
-        return value, forms
+        if not self._saved.zero1:
+            return {**self._head, "state": state}, forms
+        value = {
+            "state": {},
+            "param_groups": self._head["param_groups"],
+            "base_state": state,
+            **self._shape_info(),
+        }
+        if not self._by_rows:
+            value["sharding"] = {"rank": dp, "size": self._places}
+        return value | ({MASTER: masters} if masters else {}), forms
 
-    def _shape_info(self) -> dict:
-        info = {}
-        for number, name in enumerate(self._saved.names):
-            old = self._head["shape_info"][number]
-            shape = list(self._targets[name].local_shape())
-            numel = torch.Size(shape).numel()
-            padding = shard_length(numel, self._places) * self._places - numel
-            parts = (
-                {"num_partitions": self._tp}
-                if isinstance(old, dict) and old.get("num_partitions", -1) > 0
-                else {}
-            )
-            info[number] = (
-                {**old, "shape": shape, "padding": padding, **parts}
-                if isinstance(old, dict)
-                else shape
-            )
-        return info
+    def _shape_info(self) -> dict[str, dict]:
+        """What the state says of each parameter, see `zero1_state`; the vendor's says its shape."""
+        layouts = [self._targets[name] for name in self._saved.names]
+        if self._by_rows:
+            shapes = [torch.Size(layout.local_shape()) for layout in layouts]
+            return {"shape_info": dict(enumerate(shapes))}
+        groups = self._head["param_groups"]
+        names = [n for g in groups for n in g.get("param_names", [None] * len(g["params"]))]
+        infos = (_info(*each, self._places) for each in zip(names, layouts, strict=True))
+        return {"shape_info": dict(enumerate(infos))}
+
+
+def _info(name: str | None, layout: Layout, places: int) -> dict:
+    """What the state of ZeRO-1 says of one parameter, by the marks that layers give it."""
+    shape, cut = list(layout.local_shape()), layout.partition
+    numel = torch.Size(shape).numel()
+    marks = dict(TENSOR_PARALLEL_ATTRIBUTES)
+    if cut is not None:
+        fused = set(cut.replicas) == {1} and len(set(cut.sizes)) == 1
+        marks |= {
+            "tensor_model_parallel": True,
+            "partition_dim": cut.dim,
+            "partition_stride": len(cut.sizes) if fused else 1,
+            "num_partitions": cut.parts,
+            "rank_ordering": None if cut.order is None else list(cut.order),
+        }
+    return {
+        "name": name,
+        "shape": shape,
+        "padding": shard_length(numel, places) * places - numel,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        **marks,
+    }
