@@ -37,7 +37,16 @@ def test_trn1_ring_is_by_choice():
     assert layout(8, 4, trn1_tp4_ring=4).tp_groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("sizes, numbers", [((2, 8), "world size 2"), ((8, 3), "8.*tensor 3"), ((4, 0), "tensor 0"), ((4, "2"), "tensor '2'"), ((4, 2.0), "tensor 2.0")])
+@pytest.mark.parametrize(
+    "sizes, numbers",
+    [
+        ((2, 8), "world size 2"),
+        ((8, 3), "8.*tensor 3"),
+        ((4, 0), "tensor 0"),
+        ((4, "2"), "tensor '2'"),
+        ((4, 2.0), "tensor 2.0"),
+    ],
+)
 def test_sizes_that_do_not_fit_are_named(sizes, numbers):
     with pytest.raises(ValueError, match=numbers):
         layout(*sizes)

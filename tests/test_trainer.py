@@ -2,6 +2,9 @@
 wave-wise building.
 """
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +164,37 @@ def test_the_wrapper_passes_everything_on(ranks):
     )
 
 
+def copied(zero):
+    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero})
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts another `step` in the place of ours
+    other_model, other = copy.deepcopy((model, optimizer))
+    seen = []
+    other.register_step_pre_hook(lambda *_: seen.append("step"))
+    before = other_model.weight.detach().clone()
+    other_model(torch.ones(1, 2)).sum().backward()
+    other.step()
+    return (before - other_model.weight).tolist(), torch.equal(before, model.weight), seen
+
+
+def test_an_optimizer_is_copied_with_its_model_or_not_at_all(ranks):
+    clipped = [[pytest.approx(0.5**0.5)] * 2]
+    assert ranks(copied, False, world_size=2) == [(clipped, True, ["step"])] * 2
+    with pytest.raises(TypeError, match="state_dict"):
+        ranks(copied, True, world_size=2)
+
+
+def without_labels():
+    model = initialize_parallel_model(neuronx_distributed_config(), lambda: nn.Identity())
+    model.run_train(SimpleNamespace(loss=None))
+
+
+def test_a_model_without_a_loss_is_named(ranks):
+    with pytest.raises(ValueError, match="without labels"):
+        ranks(without_labels, world_size=1)
+
+
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
@@ -170,6 +204,9 @@ def test_the_wrapper_passes_everything_on(ranks):
             "unknown keys zero; it takes zero_one_enabled",
         ),
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm 0"),
+        ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm None"),
+        ({"optimizer_config": ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
+        ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
         (
             {"mixed_precision_config": {"use_master_weights": True}},
             ValueError,
@@ -179,7 +216,7 @@ def test_the_wrapper_passes_everything_on(ranks):
         (
             {"model_init_config": {"sequential_move_factor": 0}},
             ValueError,
-            "sequential_move_factor 0",
+            "sequential_move_factor is 0",
         ),
         ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
         ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),

@@ -110,6 +110,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if not lazy_init:
             self.init_zero()
 
+    def __getstate__(self):
+        raise TypeError("a ZeRO-1 optimizer, of many ranks, cannot be copied: use its state_dict")
+
     # --- shards -----------------------------------------------------------------------------------
 
     def init_zero(self) -> None:

@@ -1,17 +1,22 @@
 """The configuration: checked, completed by defaults, and the mesh it describes."""
 
+from numbers import Real
+
 import torch.distributed as dist
 
 from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel, mesh_is
+from tutorial_lib.parallel_layers.utils import ensure_positive
 
 
 def _completed(name: str, given: dict | None, defaults: dict) -> dict:
     """A new dict of the defaults and what was given.
 
     Raises:
-        ValueError: a key that the defaults lack.
+        ValueError: no dict, or a key that the defaults lack.
     """
-    given = given or {}
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {given!r}, not a dict of {', '.join(defaults)}")
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise ValueError(
@@ -63,6 +68,10 @@ def neuronx_distributed_config(
         NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach
             none of them.
     """
+    ensure_positive(
+        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
+        expert_parallel_size=expert_parallel_size, context_parallel_size=context_parallel_size,
+    )  # fmt: skip
     unsupported = {
         "pipeline_config": pipeline_config,
         "pad_model": pad_model,
@@ -78,8 +87,9 @@ def neuronx_distributed_config(
         optimizer_config,
         {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
     )
-    if not optimizer["max_grad_norm"] > 0:
-        raise ValueError(f"max_grad_norm {optimizer['max_grad_norm']} is not above 0")
+    norm = optimizer["max_grad_norm"]
+    if not isinstance(norm, Real) or not norm > 0:
+        raise ValueError(f"max_grad_norm {norm!r} is not a number above 0")
     zero = optimizer["zero_one_enabled"]
     precision = _completed(
         "mixed_precision_config",
@@ -107,10 +117,7 @@ def neuronx_distributed_config(
             "meta_device_init needs param_init_fn(module, device), which gives the parameters "
             "their values"
         )
-    if model_init["sequential_move_factor"] < 1:
-        raise ValueError(
-            f"sequential_move_factor {model_init['sequential_move_factor']} is below 1"
-        )
+    ensure_positive(sequential_move_factor=model_init["sequential_move_factor"])
     if dist.is_initialized():
         sizes = (
             tensor_parallel_size,

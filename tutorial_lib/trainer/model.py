@@ -36,7 +36,11 @@ class NxDModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def run_train(self, *args, **kwargs) -> torch.Tensor:
-        """Forward and backward; the loss (the output, its `loss` or its first item), detached."""
+        """Forward and backward; the loss (the output, its `loss` or its first item), detached.
+
+        Raises:
+            ValueError: there is none.
+        """
         output = self.module(*args, **kwargs)
         loss = (
             output
@@ -45,6 +49,8 @@ class NxDModel(nn.Module):
             if hasattr(output, "loss")
             else output[0]
         )
+        if loss is None:
+            raise ValueError("the model gave no loss: it was called without labels")
         loss.backward()
         return loss.detach()
 

@@ -35,6 +35,13 @@ class NxDOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    # torch's own would leave out what is wrapped.
+    def __getstate__(self) -> dict:
+        return {name: vars(self)[name] for name in ("optimizer", "nxd_config", "_grad_norm")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+
     def __repr__(self) -> str:
         return f"NxDOptimizer({self.optimizer!r})"
 
