@@ -248,6 +248,7 @@ def test_parameters_in_closed_form(ranks, preset, changes):
     [
         ({"num_attention_heads": 2}, "2 is not divisible by 4"),
         ({"intermediate_size": 66}, "66 is not divisible by 4"),
+        ({"attention_dropout": -0.1}, "dropout -0.1"),
         ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 6}, "6 is not divisible by 4"),
         ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, "4 is not divisible by 3"),
     ],

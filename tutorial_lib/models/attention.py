@@ -59,10 +59,15 @@ class CoreAttention(nn.Module):
     Args:
         dropout: of the probabilities, in training. Each rank draws for its own heads, from the model-parallel stream.
         use_flash_attention: `scaled_dot_product_attention`, which keeps no `[S, S]` matrix to begin with.
+
+    Raises:
+        ValueError: a `dropout` outside of [0, 1].
     """
 
     def __init__(self, scaling: float, dropout: float = 0.0, use_flash_attention: bool = False):
         super().__init__()
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout {dropout} is not in [0, 1]")
         self.scaling, self.dropout, self.use_flash_attention = scaling, dropout, use_flash_attention
 
     def forward(self, query, key, value, hidden: torch.Tensor | None) -> torch.Tensor:
