@@ -135,6 +135,7 @@ class SlurmLauncher:
         self.address = _address_for_nodes()
         self.directory = resolve("build/mesh")  # the nodes have to see it
         self.job: Job | None = None
+        self._said: tuple[str, str] | None = None  # the state and reason that were last printed
 
     def prepare(self, cluster_id: str, count: int, directory: str, config: Config) -> tuple[str, list[str]]:
         """See `LocalLauncher.prepare`."""
@@ -155,8 +156,8 @@ class SlurmLauncher:
 
     def is_waiting(self) -> bool:
         """Whether the job is queued; it says so once."""
-        state, before = self.job.look(), getattr(self, "_said", None)
-        if state in ("PENDING", "CONFIGURING") and (state, self.job.reason) != before:
+        state = self.job.look()
+        if state in ("PENDING", "CONFIGURING") and (state, self.job.reason) != self._said:
             self._said = state, self.job.reason
             if self.job.reason not in ("None", "Priority"):
                 print(f"SLURM's job {self.job.job_id} is {state.lower()}: {self.job.reason}")
