@@ -31,8 +31,7 @@ def parameters(run: Run) -> list[Parameter]:
 def _linear(
     inside: int, outside: int, bias: bool = True, share: bool = False
 ) -> Iterator[Parameter]:
-    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after.
-    """
+    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after."""
     yield Parameter((outside, inside), True)
     if bias:
         yield Parameter((outside,), False, share)
@@ -60,36 +59,43 @@ def qkv_features(run: Run) -> tuple[int, int]:
     return config.num_attention_heads // tp * head, config.num_key_value_heads * copies // tp * head
 
 
+def _attention(run: Run, bias: bool = True) -> Iterator[Parameter]:
+    """Query, key and value in one, and the projection behind them."""
+    hidden = run.config.hidden_size
+    yield from _linear(hidden, 3 * hidden // run.tp, bias)
+    yield from _linear(hidden // run.tp, hidden, bias, run.sequence_parallel)
+
+
+def _feed_forward(run: Run) -> Iterator[Parameter]:
+    hidden, features = run.config.hidden_size, run.features // run.tp
+    yield from _linear(hidden, features)
+    yield from _linear(features, hidden, share=run.sequence_parallel)
+
+
 def _gpt(run: Run) -> Iterator[Parameter]:
-    config, tp, share = run.config, run.tp, run.sequence_parallel
-    hidden, features = config.hidden_size, run.features // tp
+    config, hidden = run.config, run.config.hidden_size
     table = Parameter((vocabulary(run), hidden), True)
     yield table
-    yield Parameter((config.max_position_embeddings, hidden), True, share)
+    yield Parameter((config.max_position_embeddings, hidden), True, run.sequence_parallel)
     for _ in range(config.num_hidden_layers):
         yield from _norm(hidden, run)
-        yield from _linear(hidden, 3 * hidden // tp)
-        yield from _linear(hidden // tp, hidden, share=share)
+        yield from _attention(run)
         yield from _norm(hidden, run)
-        yield from _linear(hidden, features)
-        yield from _linear(features, hidden, share=share)
+        yield from _feed_forward(run)
     yield from _norm(hidden, run)
     if not config.tie_word_embeddings:
         yield table
 
 
 def _gpt_neox(run: Run) -> Iterator[Parameter]:
-    config, tp, share = run.config, run.tp, run.sequence_parallel
-    hidden, features = config.hidden_size, config.intermediate_size // tp
+    config, hidden = run.config, run.config.hidden_size
     table = Parameter((vocabulary(run), hidden), True)
     yield table
     for _ in range(config.num_hidden_layers):
         yield from _norm(hidden, run)
         yield from _norm(hidden, run)
-        yield from _linear(hidden, 3 * hidden // tp, config.attention_bias)
-        yield from _linear(hidden // tp, hidden, config.attention_bias, share)
-        yield from _linear(hidden, features)
-        yield from _linear(features, hidden, share=share)
+        yield from _attention(run, config.attention_bias)
+        yield from _feed_forward(run)
     yield from _norm(hidden, run)
     if not config.tie_word_embeddings:
         yield table
