@@ -1,21 +1,25 @@
 """Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model needs."""
 
 import importlib.util
+from collections import Counter
 
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
-from tutorial_lib.launch import get_device
+from tutorial_lib.dry_run import dry_run
+from tutorial_lib.launch import get_device, mark_step
 from tutorial_lib.models.bert import BertForPreTraining
 from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
 from tutorial_lib.models.llama2 import LlamaForCausalLM
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.parallel_layers import move_model_to_device
+from tutorial_lib.planner.traffic import collectives
+from tutorial_lib.runs import Run
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
-from tutorial_lib.training.loop import train
-from tutorial_lib.xla_cpu.graphs import Collective, find_masks
+from tutorial_lib.training.loop import accumulate_gradients, train
+from tutorial_lib.xla_cpu.graphs import Collective, find_collectives, find_masks
 
 from . import test_bert, test_gpt, test_gpt_neox
 from .parity import assert_same, train_together
@@ -121,6 +125,61 @@ def test_the_exact_collectives_of_a_step_of_bert(ranks):
     assert [sorted(graph, key=str) for graph in found] == [
         sorted(graph, key=str) for graph in (first, micro_batch, step, step)
     ], "\n".join(map(str, found))
+
+
+RUNS = {
+    "bert": Run(BertConfig(**SIZES, **NO_DROPOUT), 2, 2, 3, LENGTH, 2),
+    "bert, cut, zero": Run(
+        BertConfig(**SIZES, **NO_DROPOUT), 2, 2, 2, LENGTH, 1, zero=True,
+        options=dict(shard_mlp=True, shard_vocabulary=True),
+    ),
+    "gpt_neox, sequence parallel, zero": Run(
+        GPTNeoXConfig(**SIZES), 2, 2, 2, LENGTH, 3, sequence_parallel=True, zero=True,
+    ),
+    "llama, grouped, float32 gradients": Run(
+        LlamaConfig(**SIZES, num_key_value_heads=1), 2, 2, 2, LENGTH, 2, sequence_parallel=True,
+        checkpointing="selective+mlp", zero=True, dtype=torch.bfloat16, float32_gradients=True,
+    ),
+    "gpt, checkpointing": Run(
+        GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL}), 2, 2, 2, LENGTH, 2, checkpointing="full",
+    ),
+}  # fmt: skip
+GROUPS = {"tp": TP, "kv": TP, "dp": DP}  # two ranks share a key head: all that share a model
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "s64"}
+
+
+def graphs_of_a_run(run):
+    """The collectives of all graphs that one step runs, a graph as often as it runs."""
+    from tutorial_lib import xla_cpu
+
+    with torch.device("xla"):
+        model, optimizer = run.build()
+    batch = run.batch("xla")
+    mark_step()  # the initial weights, which are no part of a step
+    client, ran = xla_cpu._started().client, []
+    find = client._graph
+    client._graph = lambda tensors: ran.append(find(tensors)) or ran[-1]
+    try:
+        accumulate_gradients(model, [batch] * run.accumulation)
+        optimizer.step()
+        mark_step()
+    finally:
+        del client._graph
+    return find_collectives(graph.hlo_text for graph in ran)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, name):
+    """Kind, group, shape, dtype and count, all of them. What is read is the graph as it is traced and as Trainium's
+    compiler would get it, so no pass of XLA has merged or split anything; of reductions only sums occur.
+    """
+    run = RUNS[name]
+    planned = collectives(run)
+    expected = Counter((c.kind, GROUPS[c.axis], c.shape, DTYPES[c.dtype]) for c in planned)
+    for rank, found in enumerate(ranks(graphs_of_a_run, run, backend="xla", **MESH)):
+        assert Counter(dry_run(run, rank).collectives) == Counter(planned)
+        assert {c.reduction for c in found} <= {None, "add"}
+        assert {(c.kind, c.replica_groups, c.shape, c.dtype): c.count for c in found} == expected
 
 
 def masks_of_llama(mode, padded):
