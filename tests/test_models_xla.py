@@ -144,7 +144,7 @@ RUNS = {
         GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL}), 2, 2, 2, LENGTH, 2, checkpointing="full",
     ),
 }  # fmt: skip
-GROUPS = {"tp": TP, "kv": TP, "dp": DP}  # two ranks share a key head: all that share a model
+GROUPS = {"tp": TP, "dp": DP}
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "s64"}
 
 

@@ -39,6 +39,9 @@ VARIANTS = {
         GPT, 2, 1, 2, 64, checkpointing="selective", options=dict(use_flash_attention=True)
     ),
     "llama, fused": Run(LLAMA, 2, 1, 2, 64, options=dict(use_flash_attention=True)),
+    "llama, one key head": Run(
+        llama2.make_config("tiny", num_key_value_heads=1, attention_bias=True), 2, 2, 2, 64
+    ),
     "neox": Run(NEOX, 2, 2, 2, 64, 2, dtype=torch.bfloat16),
     "several buckets": Run(
         gpt_neox.make_config("small", hidden_size=1024, intermediate_size=4096, vocab_size=50304),

@@ -71,10 +71,11 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
     copies = llama2.kv_multiplier(config, tp) if run.family == "llama" else 1
     if copies > 1:
         shared = 2 * qkv_features(run)[1]
+        axis = "kv" if copies < tp else "tp"  # all of a model's ranks may hold the same head
         for _ in range(config.num_hidden_layers):
-            yield Collective("all_reduce", copies, (shared, hidden), run.dtype, "kv")
+            yield Collective("all_reduce", copies, (shared, hidden), run.dtype, axis)
             if config.attention_bias:
-                yield Collective("all_reduce", copies, (shared,), run.dtype, "kv")
+                yield Collective("all_reduce", copies, (shared,), run.dtype, axis)
 
 
 def _step(run: Run) -> Iterator[Collective]:
