@@ -257,6 +257,22 @@ def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, numbers):
     assert_refused(ranks, numbers, build, LlamaForCausalLM, config(**changes), world_size=4, tp=4)
 
 
+def rotary_table(dtype, scaling):
+    parameters = {"rope_type": "default", "rope_theta": 1e4, **scaling}
+    model = LlamaForCausalLM(
+        config(num_attention_heads=1, rope_parameters=parameters, max_position_embeddings=64)
+    ).to(dtype)
+    hidden, positions = torch.zeros(1, 1, 32, dtype=dtype), torch.arange(2048)[None]
+    return model.model.rotary_emb(hidden, positions)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_rotary_angles_keep_their_precision(ranks, scaling):
+    exact, rough = (ranks(rotary_table, d, scaling, world_size=1)[0] for d in (torch.float32, torch.bfloat16))
+    for right, found in zip(exact, rough):
+        assert found.dtype is torch.bfloat16 and (found.float() - right).abs().max() < 0.01
+
+
 def odd_length():
     LlamaForCausalLM(config(), sequence_parallel_enabled=True)(**micro_batch(0, length=5))
 

@@ -21,6 +21,7 @@ from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 from .causal_lm import causal_lm_loss, count_targets
 from .dropout import ShardedDropout
 from .initialize import finish, initialize_sharded
+from .rotary import ExactFrequencies
 
 PRESETS = {
     "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
@@ -81,16 +82,8 @@ def layer_activation_bytes(
     return tokens * (norms / (tp if sequence_parallel else 1) + (attention + mlp) / tp)
 
 
-class RotaryEmbedding(hf.GPTNeoXRotaryEmbedding):
-    """Hugging Face's, whose frequencies stay in float32 when the model is cast: in bfloat16 late positions get wrong angles."""
-
-    def _apply(self, fn, recurse: bool = True):
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            if self._buffers[name].dtype is not tensor.dtype:
-                self._buffers[name] = tensor.to(self._buffers[name].device)
-        return self
+class RotaryEmbedding(ExactFrequencies, hf.GPTNeoXRotaryEmbedding):
+    """Hugging Face's, exact in a model of any dtype."""
 
 
 class ParallelAttention(hf.GPTNeoXAttention):

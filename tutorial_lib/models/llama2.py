@@ -20,6 +20,7 @@ from tutorial_lib.parallel_layers.utils import ensure_divisibility
 from .attention import CoreAttention, causal_mask
 from .causal_lm import causal_lm_loss, count_targets
 from .initialize import finish, initialize_sharded
+from .rotary import ExactFrequencies
 
 PRESETS = {
     "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=352, vocab_size=8192),
@@ -160,6 +161,10 @@ def _norm(config: LlamaConfig, sequence_parallel_enabled: bool) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, sequence_parallel_enabled)
 
 
+class RotaryEmbedding(ExactFrequencies, hf.LlamaRotaryEmbedding):
+    """Hugging Face's, exact in a model of any dtype."""
+
+
 class LlamaModel(hf.LlamaModel):
     """Embedding, layers and the last norm; with sequence parallel what comes out is this rank's `[S/T, B, H]`."""
 
@@ -173,6 +178,7 @@ class LlamaModel(hf.LlamaModel):
         for index in range(config.num_hidden_layers):
             self.layers[index] = ParallelDecoderLayer(config, index, sequence_parallel_enabled, use_flash_attention)
         self.norm = _norm(config, sequence_parallel_enabled)
+        self.rotary_emb = RotaryEmbedding(config)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
         length = input_ids.size(1)
