@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tutorial_lib.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.layers import (
     ColumnParallelLinear,
@@ -544,6 +545,24 @@ def other_group():
 
 def test_another_group_than_the_tensor_parallel_one(ranks):
     assert ranks(other_group, world_size=2, tp=1) == [((4, 4), (2, 8))] * 2
+
+
+def mesh_built_anew():
+    features, ids = torch.ones(2, 4), torch.zeros(2, 3, dtype=torch.long)
+    built = [
+        (ColumnParallelLinear(4, 4), features),
+        (RowParallelLinear(4, 4), features),
+        (ParallelEmbedding(4, 4), ids),
+        (GQAQKVColumnParallelLinear(4, (4, 4)), features),
+    ]
+    parallel_state.initialize_model_parallel(1)
+    for layer, x in built:
+        with pytest.raises(ValueError, match="was cut over 2 ranks, and the group has 1 now"):
+            layer(x)
+
+
+def test_a_layer_of_another_mesh_says_so(ranks):
+    ranks(mesh_built_anew, world_size=2, tp=2)
 
 
 def small_features():

@@ -153,6 +153,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value of this rank, or all."""
+        self._check_mesh()
         if input.size(-1) != self.input_size:
             raise ValueError(
                 f"the input of shape {tuple(input.shape)} should have {self.input_size} features"

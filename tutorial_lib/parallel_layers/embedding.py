@@ -126,6 +126,7 @@ class ParallelEmbedding(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the ids `input`."""
+        self._check_mesh()
         outside = ids_outside(input, self.num_embeddings, "id")
         if self.sequence_parallel_enabled:
             if input.dim() != 2:

@@ -72,6 +72,7 @@ class ParallelLinear(ShardedModule):
             )
 
     def _check_input(self, x: torch.Tensor, size: int) -> None:
+        self._check_mesh()
         if x.size(-1) != size:
             raise ValueError(
                 f"the input of shape {tuple(x.shape)} should have {size} features "

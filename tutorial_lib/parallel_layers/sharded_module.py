@@ -44,6 +44,15 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
     def _rank(self) -> int:
         return parallel_state.axis_of(self.groups).rank
 
+    def _check_mesh(self) -> None:
+        """Raises ValueError if the mesh has been built anew, with groups of another size."""
+        parts = next(iter(self._partitions.values())).parts
+        if parts != self._size:
+            raise ValueError(
+                f"{type(self).__name__} was cut over {parts} ranks, and the group has {self._size} now: "
+                "build the model after initialize_model_parallel"
+            )
+
     def _declare(
         self, name: str, shape: tuple[int, ...], partition: Partition | None = None, **marks
     ):
