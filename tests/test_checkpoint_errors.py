@@ -3,15 +3,19 @@ More in `test_checkpoint` (spoiled shards, foreign models, full disks), `test_ch
 `test_checkpoint_tools`.
 """
 
+import errno
 import json
 import os
 import pickle
+import resource
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.standin import Standin, attempt
-from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, stream, tags
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.parallel_layers import parallel_state
 
@@ -149,3 +153,136 @@ def test_a_folder_that_nobody_may_write(ranks, asynchronous):
         attempt, save, "/proc/checkpoints", async_save=asynchronous, world_size=2, tp=2, timeout=30
     ):
         assert issubclass(kind, OSError) and "/proc/checkpoints" in message
+
+
+# --- the tools, and folders as people have them ---------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file may become larger: what a full disk is to a program, but for the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_large(folder):
+    model = Standin(vocabulary=20_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.train_step(optimizer, 1)
+    save_checkpoint(folder, "step_1", model, optimizer)
+
+
+COMMANDS = {
+    "merge": ["merge", "x.safetensors", "--names", "own"],
+    "reshard": ["reshard", "x", "--tp", "1"],
+    "reshard-xser": ["reshard", "x", "--tp", "1", "--xser"],
+    "convert": ["convert", "x", "--to", "plain"],
+    "convert-xser": ["convert", "x", "--to", "xser"],
+}
+
+
+def run_tool(command: str, folder) -> int:
+    name, output, *options = COMMANDS[command]
+    return main([name, f"{folder}/run", f"{folder}/out/{output}", *options])
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 161_000])  # a shard of `embed` has 160,000
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command, size):
+    ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
+    with largest_file(size):
+        assert run_tool(command, tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "File too large" in error and f"{tmp_path}/out/x" in error
+    assert os.listdir(tmp_path / "out") == []
+    assert run_tool(command, tmp_path) == 0
+
+
+@pytest.mark.parametrize("flushed", [1, 1 << 28, None], ids=["on the side", "at the end", "at once"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_disk_that_fails_while_it_is_flushed(
+    ranks, tmp_path, capsys, monkeypatch, command, flushed
+):
+    ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
+
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    if flushed is None:
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr(stream, "FLUSHED", flushed)
+        monkeypatch.setattr(stream, "os", SimpleNamespace(**vars(os) | {"fsync": fail}))
+    assert run_tool(command, tmp_path) == 1
+    assert f"Input/output error: '{tmp_path}/out/x" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_marker_that_cannot_be_written_leaves_nothing(ranks, tmp_path, capsys, monkeypatch):
+    ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
+    write = tags.write_text
+
+    def fail(path, text):
+        if path.name == tags.DONE:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, text)
+
+    monkeypatch.setattr(tags, "write_text", fail)
+    assert run_tool("convert", tmp_path) == 1
+    assert "out/x/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("tag", ["ü 1", "-x", "v1.0", "step_1.part", "%s{}", 7, "шаг_3"])
+def test_unusual_names(ranks, tmp_path, capsys, tag):
+    folder = tmp_path / "a b" / "größe"
+    ranks(save_as, str(folder), tag, world_size=2, tp=2)
+    ranks(load, str(folder), tag, world_size=2, tp=2)
+    assert main(["verify", f"{folder}/{tag}"]) == 0
+    assert main(["reshard", f"{folder}/{tag}", f"{folder}/{tag}!", "--tp", "1"]) == 0
+    assert main(["inspect", f"{folder}/{tag}!"]) == 0
+    os.rename(folder / str(tag), folder / f"{tag}.incomplete")
+    with pytest.raises(FileNotFoundError, match="is incomplete"):
+        tags.find(folder, tag)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        tags.find(folder, "v1")
+
+
+def save_as(folder, tag):
+    save_checkpoint(folder, tag, *build())
+
+
+def test_a_link_is_no_second_checkpoint(ranks, tmp_path, capsys, monkeypatch):
+    ranks(save, f"{tmp_path}/disk/run", world_size=2, tp=2)
+    folder = tmp_path / "run"
+    os.symlink(tmp_path / "disk" / "run", folder)
+    os.symlink("step_1", folder / "latest")
+    os.symlink("step_9", folder / "dangling")
+    found = tags.complete(folder)
+    assert [item.tag for item in found] == ["step_1"] and tags.incomplete(folder) == []
+    assert tags.find(folder, "latest") == tags.latest(folder) == found[0]
+    ranks(load, str(folder), world_size=2, tp=2)
+    ranks(load, str(folder), "latest", world_size=2, tp=2)
+    assert main(["verify", f"{folder}/latest"]) == 0
+    monkeypatch.chdir(folder / "latest")
+    capsys.readouterr()
+    assert main(["inspect", "."]) == 0
+    assert capsys.readouterr().out.startswith(f"checkpoint  {tmp_path}/disk/run/step_1\n")
+    # Rotation and replacement remove links, never what they lead to.
+    ranks(save_as, str(folder), "latest", world_size=2, tp=2)
+    assert not (folder / "latest").is_symlink()
+    assert {item.tag for item in tags.complete(folder)} == {"step_1", "latest"}
+    os.rename(folder / "step_1", tmp_path / "step_1")
+    os.symlink(tmp_path / "step_1", folder / "step_1")
+    tags.rotate(folder, 1, "latest")
+    assert sorted(os.listdir(folder)) == ["dangling", "latest"]
+    assert tags.find(tmp_path, "step_1").files
+
+
+def test_a_marker_of_bytes_is_no_checkpoint(ranks, tmp_path):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    (tmp_path / "step_1" / "done").write_bytes(b"\xff\xfe\x00")
+    assert tags.complete(tmp_path) == [] and len(tags.incomplete(tmp_path)) == 1

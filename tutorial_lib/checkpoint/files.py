@@ -5,10 +5,12 @@ No file is trusted: `read_object` loads tensors and plain data, and names a file
 broken or holds code.
 """
 
+import io
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -80,32 +82,66 @@ def _safe_globals() -> list:
     return allowed
 
 
-class HashingFile:
-    """A binary file that keeps the digest of what is written to it, and the first error of the
-    operating system.
+class WatchedFile:
+    """A binary file that keeps the last error of the operating system: torch reports a failed write
+    as a RuntimeError of its own archive.
     """
 
     def __init__(self, file: BinaryIO):
-        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
+        self._file = file
         self.error: OSError | None = None
 
-    def write(self, data) -> int:
+    def _watch(self, function: Callable, *args) -> int:
         try:
-            self._file.write(data)
+            return function(*args)
         except OSError as error:
             self.error = error
             raise
+
+    def write(self, data) -> int:
+        return self._watch(self._file.write, data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._watch(self._file.seek, offset, whence)
+
+    def flush(self) -> None:
+        self._watch(self._file.flush)
+
+
+class HashingFile(WatchedFile):
+    """A file that keeps the digest of what is written to it, from the first byte to the last."""
+
+    def __init__(self, file: BinaryIO):
+        super().__init__(file)
+        self._hash, self._size = xxhash.xxh3_128(), 0
+
+    def write(self, data) -> int:
+        super().write(data)
         view = memoryview(data)
         self._hash.update(view)
         self._size += view.nbytes
         return view.nbytes
 
-    def flush(self) -> None:
-        self._file.flush()
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        raise io.UnsupportedOperation("a file that is hashed is written in order")
 
     @property
     def digest(self) -> Digest:
         return Digest(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def reported(path: str | Path, file: WatchedFile | None = None) -> Iterator[None]:
+    """Errors of the operating system in here are raised with the path, those that `file` has seen
+    too.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = file.error if file is not None and file.error is not None else error
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
 
 
 def write_file(path: str | Path, write: Callable[[HashingFile], None]) -> Digest:
@@ -116,21 +152,16 @@ def write_file(path: str | Path, write: Callable[[HashingFile], None]) -> Digest
     """
     path = Path(path)
     aside = path.with_name(path.name + ".part")
-    file = None
     try:
-        with open(aside, "wb") as raw:
+        with reported(path), open(aside, "wb") as raw:
             file = HashingFile(raw)
-            write(file)
+            with reported(path, file):
+                write(file)
             raw.flush()
             os.fsync(raw.fileno())
         os.replace(aside, path)
-    except Exception as error:
+    except Exception:
         aside.unlink(missing_ok=True)
-        # torch reports a failed write as a RuntimeError of its own archive; the operating system
-        # knows why.
-        cause = file.error if file is not None and file.error is not None else error
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
     return file.digest
 

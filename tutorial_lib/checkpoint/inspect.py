@@ -20,7 +20,7 @@ def inspect(path: str | Path) -> str:
     """
     path, lines = Path(path), []
     checkpoint = find(path)
-    if checkpoint.path != path:
+    if checkpoint.path != path.resolve():
         for item in tags.complete(path):
             lines.append(
                 f"{item.tag}: complete, step {item.step}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.serialization import skip_data
 
-from .files import TensorReference, digest_of, write_object
+from .files import TensorReference, WatchedFile, digest_of, reported, write_object
 from .lazy import LazyFile
 from .tensors import Digests, info_file, map_tensors, tensor_file, tensors_folder
 
@@ -39,10 +39,10 @@ _flusher = ThreadPoolExecutor(1)
 
 
 class _File:
-    """A file that is there and is filled in any order, flushed on the side."""
+    """A file that is there and is filled in any order, flushed on the side. Errors have its path."""
 
     def __init__(self, path: Path):
-        self._file = open(path, "r+b", buffering=0)
+        self._path, self._file = path, open(path, "r+b", buffering=0)
         self._written, self._flush = 0, Future()
         self._flush.set_result(None)
 
@@ -50,21 +50,23 @@ class _File:
         """Writes the bytes of a tensor from `offset` on. The file may take a part of them at once."""
         rest = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         self._written += len(rest)
-        self._file.seek(offset)
-        while len(rest):
-            rest = rest[self._file.write(rest) :]
+        with reported(self._path):
+            self._file.seek(offset)
+            while len(rest):
+                rest = rest[self._file.write(rest) :]
         if self._written >= FLUSHED and self._flush.done():
             self._flush.result()  # raises what the disk had to say
             self._written, self._flush = 0, _flusher.submit(self._sync)
 
     def _sync(self) -> None:
-        os.fsync(self._file.fileno())
+        with reported(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes it, once it is on the disk."""
-        with self._file as file:
+        with self._file:
             self._flush.result()
-            os.fsync(file.fileno())
+            self._sync()
 
     def abandon(self) -> None:
         """Closes it as it is."""
@@ -89,8 +91,11 @@ def _lay_out(value, forms: list[torch.Tensor], path: Path) -> None:
     "Serialization semantics"). The tensors are made and never touched, so they take no memory.
     """
     empty = {id(each): torch.empty(each.shape, dtype=each.dtype) for each in forms}
-    with skip_data():
-        torch.save(map_tensors(value, lambda each: empty[id(each)]), path)
+    with reported(path), open(path, "wb") as raw, skip_data():
+        file = WatchedFile(raw)
+        with reported(path, file):
+            torch.save(map_tensors(value, lambda each: empty[id(each)]), file)
+            file.flush()
 
 
 class PlainSink:
@@ -199,9 +204,14 @@ class SafetensorsSink:
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in forms}
         self._forms = forms
-        self._aside.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(self._aside, 8 + len(text) + end)
-        self._file = _File(self._aside)
+        try:
+            with reported(self._aside):
+                self._aside.write_bytes(len(text).to_bytes(8, "little") + text)
+                os.truncate(self._aside, 8 + len(text) + end)
+            self._file = _File(self._aside)
+        except BaseException:
+            self._aside.unlink(missing_ok=True)
+            raise
 
     def put_rows(self, name: str, first: int, rows: torch.Tensor) -> None:
         """Fills in rows from `first` on of one tensor."""
@@ -212,12 +222,14 @@ class SafetensorsSink:
 
     def __exit__(self, kind, error, trace) -> None:
         """The file takes its name; after an error it is gone."""
-        if kind is not None:
-            self._file.abandon()
-            self._aside.unlink()
-            return
-        self._file.close()
-        os.replace(self._aside, self._path)
+        try:
+            if kind is None:
+                self._file.close()
+                os.replace(self._aside, self._path)
+            else:
+                self._file.abandon()
+        finally:
+            self._aside.unlink(missing_ok=True)
 
 
 def sink(value, path: Path, xser: bool) -> PlainSink | XserSink:

@@ -79,7 +79,7 @@ def step_of(tag: str) -> int | None:
 def _read(path: Path, tag: str) -> Complete | None:
     try:
         text = (path / DONE).read_text()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return None
     if text.strip() in ("", "1"):  # written by the vendor's library
         return Complete(tag, path, step_of(tag), 0, {}, {})
@@ -93,10 +93,11 @@ def _read(path: Path, tag: str) -> Complete | None:
 
 def complete(folder: str | Path) -> list[Complete]:
     """The complete checkpoints, the latest last. By what the markers say, never by the time of a
-    file.
+    file. A link to one of the folder (`latest`) is not counted a second time.
     """
     folder, found = Path(folder), {}
-    paths = [p for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    paths = folder.iterdir() if folder.is_dir() else []
+    paths = [path for path in paths if path.is_dir() and not _is_alias(path)]
     for path in sorted(
         paths, key=lambda p: p.name.endswith(REPLACED), reverse=True
     ):  # the replacement last: it wins
@@ -113,12 +114,18 @@ def incomplete(folder: str | Path) -> list[Path]:
     if not folder.is_dir():
         return []
     kept = {item.path for item in complete(folder)}
-    return sorted(p for p in folder.iterdir() if p not in kept and p.is_dir() and _is_ours(p))
+    rest = (p for p in folder.iterdir() if p not in kept and not p.is_symlink())
+    return sorted(p for p in rest if p.is_dir() and _is_ours(p))
 
 
 def _is_ours(path: Path) -> bool:
     """A folder that a save has made, and not one that a user keeps beside the checkpoints."""
     return path.name.endswith((INCOMPLETE, REPLACED, REMOVED)) or (path / STARTED).exists()
+
+
+def _is_alias(path: Path) -> bool:
+    """True for a link to a folder beside it."""
+    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
 
 
 def latest(folder: str | Path) -> Complete:
@@ -145,19 +152,21 @@ def latest(folder: str | Path) -> Complete:
 
 
 def find(folder: str | Path, tag: object) -> Complete:
-    """The complete checkpoint of that tag.
+    """The complete checkpoint of that tag, which may be a link to one.
 
     Raises:
         FileNotFoundError: there is none; says whether it is incomplete, and which tags are
             complete.
     """
     found = {item.tag: item for item in complete(folder)}
-    if str(tag) in found:
-        return found[str(tag)]
+    path = Path(folder) / str(tag)
+    name = path.resolve().name if _is_alias(path) else str(tag)
+    if name in found:
+        return found[name]
     halves = [p.name for p in incomplete(folder)]
     state = (
         "is incomplete"
-        if any(n.split(".")[0] == str(tag) or n == str(tag) for n in halves)
+        if {str(tag) + end for end in ("", INCOMPLETE, REPLACED, REMOVED)}.intersection(halves)
         else "does not exist"
     )
     raise FileNotFoundError(
@@ -193,7 +202,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
             raise ValueError(f"{final} exists and is no checkpoint: choose another tag")
         if _read(final, tag) is not None:
             if replaced.exists():
-                shutil.rmtree(replaced)
+                remove(replaced)
             final.rename(replaced)
         else:
             shutil.rmtree(final)
@@ -216,8 +225,11 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, its `done` marker first, so that an interrupted removal leaves none
-    that looks complete.
+    that looks complete. Of a link to one, the link.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     (path / DONE).unlink(missing_ok=True)
     sync_directory(path)
     gone = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)

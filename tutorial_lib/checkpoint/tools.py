@@ -26,7 +26,8 @@ def find(path: str | Path) -> tags.Complete:
     """
     path = Path(path)
     if (path / tags.DONE).is_file() or (path / "model").is_dir() or (path / "optim").is_dir():
-        return tags.find(path.parent, path.name)
+        real = path.resolve()  # `.` and links have no name that is a tag
+        return tags.find(real.parent, real.name)
     try:
         return tags.latest(path)
     except RuntimeError as error:
@@ -110,13 +111,16 @@ def write_checkpoint(
     if output.is_dir():
         output.rmdir()  # `check_output` has seen that it is empty
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = tags.begin(output.parent, tags.check_tag(output.name))
+    tag = tags.check_tag(output.name)
     try:
+        aside = tags.begin(output.parent, tag)
         files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
+        tags.publish(aside, step, files, mesh)
     except BaseException:
-        shutil.rmtree(aside)
+        begun = {output, output.with_name(tag + tags.INCOMPLETE)}
+        for path in begun.intersection(tags.incomplete(output.parent)):
+            shutil.rmtree(path)
         raise
-    tags.publish(aside, step, files, mesh)
 
 
 def copy_objects(source: Reader, aside: Path, names: Iterable[str]) -> Digests:
