@@ -14,6 +14,7 @@ import shlex
 import sys
 
 SAVE_SECONDS = 300  # that the ranks get to save before the job's time is over
+LINE = 96  # characters of the command on a line
 TEMPLATE = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS={threads}
 # torchrun itself ignores the signal to save; the ranks handle it.
 run='trap "" USR1; exec torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
   --master-addr="$SLURM_LAUNCH_NODE_IPADDR" --master-port="$MASTER_PORT" \\
-  '{command}
+  {command}'
 {precompile}
 srun --kill-on-bad-exit=1 bash -c "$run"
 """
@@ -39,6 +40,23 @@ PRECOMPILE = """
 compile="${{run/exec torchrun/exec neuron_parallel_compile torchrun}}"
 srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 """
+
+
+def _lines(words: list[str]) -> str:
+    """A command for a shell, on lines that begin with an option where they can."""
+    options: list[str] = []
+    for word in words:
+        if word.startswith("-") or not options:
+            options.append(shlex.quote(word))
+        else:
+            options[-1] += f" {shlex.quote(word)}"
+    lines = options[:1]
+    for option in options[1:]:
+        if len(lines[-1]) + len(option) > LINE:
+            lines.append(option)
+        else:
+            lines[-1] += f" {option}"
+    return " \\\n  ".join(lines)
 
 
 def batch_script(
@@ -77,7 +95,7 @@ def batch_script(
         threads=threads,
         save_seconds=SAVE_SECONDS,
         options="".join(f"#SBATCH {option}\n" for option in options),
-        command=shlex.quote(shlex.join(command)),  # quoted again for the `bash -c` that reads it
+        command=_lines(command).replace("'", "'\\''"),  # within the quotes of `run`
         precompile=compiling,
     )
 

@@ -36,6 +36,22 @@ exec srun --kill-on-bad-exit=0 {{program_and_args}}
 """
 
 
+def batch_file(nodes: int, ranks_per_node: int, threads: int = 1, options: list[str] = ()) -> str:
+    """The file of a mesh's job, in which ipyparallel fills in what stands in braces.
+
+    Args:
+        nodes, ranks_per_node: how many.
+        threads: cores for each rank.
+        options: further ones of `sbatch`, such as `["--partition=trn1"]`.
+    """
+    return BATCH_TEMPLATE.format(
+        nodes=nodes,
+        per_node=ranks_per_node,
+        threads=threads,
+        options="".join(f"#SBATCH {option}\n" for option in options),
+    )
+
+
 def _run(*command: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -141,11 +157,8 @@ class SlurmLauncher:
         """See `LocalLauncher.prepare`."""
         config.HeartMonitor.period = 1000  # milliseconds
         config.SlurmEngineSetLauncher.batch_file_name = f"{directory}/job.sbatch"
-        config.SlurmEngineSetLauncher.batch_template = BATCH_TEMPLATE.format(
-            nodes=self.nodes,
-            per_node=count // self.nodes,
-            threads=self.threads,
-            options="\n".join(f"#SBATCH {option}" for option in self.options),
+        config.SlurmEngineSetLauncher.batch_template = batch_file(
+            self.nodes, count // self.nodes, self.threads, self.options
         )
         return "slurm", ["scancel", f"--name={cluster_id}", f"--user={getpass.getuser()}"]
 
