@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from papermill.exceptions import PapermillExecutionError
 
 from tests import slurm
 from tests.notebook import Notebook, Traces
+from tests.test_notebooks import execute, metrics
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
 from tutorial_lib.batch_script import batch_script
 from tutorial_lib.batch_script import main as batch_script_command
@@ -262,3 +264,59 @@ def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path
     done = len(losses(log))
     assert f"SIGUSR1: ending after iteration {done}" in log.read_text(), log.read_text()
     assert latest(saved).step == done
+
+
+# ---- whole notebooks ----
+
+NOTEBOOKS = {
+    "00_meet_the_mesh": {"mebibytes": 1},
+    "01_developer_guide": {"world_size": 2, "steps": 2},
+    "02_bert_tensor_parallel": {"steps": 4},
+    "03_gpt_neox_sequence_parallel": {"steps": 3, "batch_size": 2},
+    "04_llama2_selective_checkpointing": {"steps": 4},
+    "05_megatron_gpt_pretraining": {"steps": 6},
+    "06_checkpoints": {"steps": 2, "batch_size": 1},
+}
+ON_TWO_NODES = {"launcher": "slurm", "nodes": 2}
+IN_TEST_FULL = "01_developer_guide"
+
+
+@pytest.fixture
+def in_cluster(cluster, monkeypatch):
+    """This process, and the notebooks that it executes, are on the cluster's head node."""
+    slurm.wait_for(lambda: not cluster.jobs(), 20)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.grid] * (name != IN_TEST_FULL)) for name in NOTEBOOKS]
+)
+def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name, tmp_path):
+    _, local = execute(name, tmp_path, NOTEBOOKS[name])
+    ran, found = execute(name, tmp_path, NOTEBOOKS[name] | ON_TWO_NODES)
+    printed = "".join(o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream")
+    assert "ranks on 2 nodes" in printed
+    assert found["claims"] and all(claim["passed"] for claim in found["claims"])
+    assert [claim["name"] for claim in found["claims"]] == [claim["name"] for claim in local["claims"]]
+    assert metrics(found, "Final loss") == metrics(local, "Final loss")
+    _assert_gone(in_cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_notebook_whose_job_is_cancelled_ends_with_the_reason(in_cluster, tmp_path):
+    def cancel_while_it_trains():
+        slurm.wait_for(lambda: list(tmp_path.glob("out/tensorboard/whole/events*")), 200, "the first steps")
+        in_cluster.command("scancel", *in_cluster.jobs())
+
+    thread = threading.Thread(target=cancel_while_it_trains)
+    thread.start()
+    with pytest.raises(PapermillExecutionError) as caught:  # papermill's exit status is 1 then
+        execute("05_megatron_gpt_pretraining", tmp_path, {"world_size": 2, "steps": 5000} | ON_TWO_NODES)
+    thread.join()
+    assert re.search(r"SLURM's job \d+ ended: (COMPLETING|CANCELLED)", caught.value.evalue), caught.value.evalue
+    _assert_gone(in_cluster)
