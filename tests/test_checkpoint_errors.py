@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import resource
+import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -202,7 +204,9 @@ def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command, size):
     assert run_tool(command, tmp_path) == 0
 
 
-@pytest.mark.parametrize("flushed", [1, 1 << 28, None], ids=["on the side", "at the end", "at once"])
+@pytest.mark.parametrize(
+    "flushed", [1, 1 << 28, None], ids=["on the side", "at the end", "at once"]
+)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_disk_that_fails_while_it_is_flushed(
     ranks, tmp_path, capsys, monkeypatch, command, flushed
@@ -286,3 +290,25 @@ def test_a_marker_of_bytes_is_no_checkpoint(ranks, tmp_path):
     ranks(save, str(tmp_path), world_size=2, tp=2)
     (tmp_path / "step_1" / "done").write_bytes(b"\xff\xfe\x00")
     assert tags.complete(tmp_path) == [] and len(tags.incomplete(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_is_replaced_is_there_all_the_time(tmp_path):
+    """Somebody else lists the folder meanwhile."""
+
+    def save():
+        tags.publish(tags.begin(tmp_path, "step_1"), 1, {}, {"tp": 1})
+
+    def watch():
+        while not over.is_set():
+            seen.append([item.tag for item in tags.complete(tmp_path)])
+
+    save()
+    over, seen = threading.Event(), []
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for _ in range(50):
+        save()
+        time.sleep(0.002)  # a save is no faster
+    over.set()
+    thread.join()
+    assert len(seen) > 50 and all(tags == ["step_1"] for tags in seen)

@@ -39,7 +39,7 @@ _flusher = ThreadPoolExecutor(1)
 
 
 class _File:
-    """A file that is there and is filled in any order, flushed on the side. Errors have its path."""
+    """A file that is there and is filled in any order, flushed on the side. Errors name it."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, open(path, "r+b", buffering=0)
@@ -47,7 +47,7 @@ class _File:
         self._flush.set_result(None)
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Writes the bytes of a tensor from `offset` on. The file may take a part of them at once."""
+        """Writes the bytes of a tensor from `offset` on. The file may take a part at a time."""
         rest = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         self._written += len(rest)
         with reported(self._path):

@@ -95,17 +95,21 @@ def complete(folder: str | Path) -> list[Complete]:
     """The complete checkpoints, the latest last. By what the markers say, never by the time of a
     file. A link to one of the folder (`latest`) is not counted a second time.
     """
-    folder, found = Path(folder), {}
-    paths = folder.iterdir() if folder.is_dir() else []
-    paths = [path for path in paths if path.is_dir() and not _is_alias(path)]
-    for path in sorted(
-        paths, key=lambda p: p.name.endswith(REPLACED), reverse=True
-    ):  # the replacement last: it wins
-        if not path.name.endswith((INCOMPLETE, REMOVED)):
-            tag = path.name.removesuffix(REPLACED)
-            if (item := _read(path, tag)) is not None:
-                found[tag] = item
-    return sorted(found.values(), key=lambda item: (item.age, item.tag))
+    folder = Path(folder)
+    paths = [p for p in folder.iterdir() if not _is_alias(p)] if folder.is_dir() else []
+    names = [p.name for p in paths if not p.name.endswith((INCOMPLETE, REMOVED))]
+    found = (_of_tag(folder, tag) for tag in {name.removesuffix(REPLACED) for name in names})
+    return sorted((item for item in found if item is not None), key=lambda i: (i.age, i.tag))
+
+
+def _of_tag(folder: Path, tag: str) -> Complete | None:
+    """The complete checkpoint of a tag: its replacement, else what that is about to replace. If
+    neither is there, the two may have changed places in between, so look again.
+    """
+    for name in (tag, tag + REPLACED) * 2:
+        if (item := _read(folder / name, tag)) is not None:
+            return item
+    return None
 
 
 def incomplete(folder: str | Path) -> list[Path]:
