@@ -243,10 +243,12 @@ class Odd(Standin):
         if scalar:
             self.scalar = nn.Parameter(torch.tensor(1.5, dtype=dtype))
 
-    def optimizer(self) -> NeuronZero1Optimizer:
+    def optimizer(self, zero1: bool = True) -> torch.optim.Optimizer:
         named = dict(self.named_parameters())
         few = [(name, named.pop(name)) for name in ("norm", "pair", "frozen")]
         groups = [{"params": few, "weight_decay": 0.0}, {"params": list(named.items())}]
+        if not zero1:
+            return torch.optim.AdamW(groups, lr=0.05)
         return NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.05, grad_clipping=False)
 
 
@@ -270,6 +272,18 @@ def go_on_odd(folder, tag):
     optimizer = model.optimizer()
     load_checkpoint(folder, tag, model, optimizer, restore_random_state=False)
     return train_odd(3, 8, model, optimizer)
+
+
+def plain_odd(folder, first, last, zero1, tag="step_3"):
+    model = Odd()
+    optimizer = model.optimizer(zero1)
+    if first:
+        load_checkpoint(folder, tag, model, optimizer, restore_random_state=False)
+    for step in range(first, last):
+        model.train_step(optimizer, step)
+    if not first and folder:
+        save_checkpoint(folder, "step_3", model, optimizer)
+    return state(model)
 
 
 def straight_odd():
@@ -311,6 +325,21 @@ def test_odd_parameters_at_every_mesh(ranks, tmp_path, world_size, tp):
         ranks(straight_odd, world_size=world_size, tp=tp),
     ):
         assert same(weights, right[0]) and same(master, right[1])
+
+
+@pytest.mark.parametrize("tool", [False, True])
+@pytest.mark.parametrize("zero1", [False, True])
+def test_odd_parameters_of_a_plain_optimizer(ranks, tmp_path, zero1, tool):
+    """Replicated ranks see the same gradients, so that ZeRO-1 does what the plain one does."""
+    ranks(plain_odd, str(tmp_path), 0, 3, False, world_size=2, tp=2)
+    if tool:
+        reshard(tmp_path / "step_3", tmp_path / "other", 1, 2)
+    tag = "other" if tool else "step_3"
+    for found, expected in zip(
+        ranks(plain_odd, str(tmp_path), 3, 8, zero1, tag, world_size=2, tp=1),
+        ranks(plain_odd, None, 0, 8, zero1, world_size=2, tp=1),
+    ):
+        assert same(found, expected)
 
 
 def test_the_vendor_finds_the_files_and_keys_that_it_reads(ranks, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from ..optimizer.shards import take_shard
 from . import ranks
 from .layout import Layout
+from .lazy import LazyFile
 from .reader import Reader
 
 MASTER = "sharded_master_weights"
@@ -56,14 +57,10 @@ class SavedOptimizer:
         fields = list(self._state(self._first).get(number, {}))
         return fields + ([MASTER] if number in self._first.get(MASTER, {}) else [])
 
-    def entry(self, name: str, field: str):
-        """The field on the first rank, a tensor without its data."""
-        number = self._number[name]
-        return (
-            self._first[MASTER][number]
-            if field == MASTER
-            else self._state(self._first)[number][field]
-        )
+    def entry(self, name: str, field: str, file: LazyFile | None = None):
+        """The field on one rank, by default the first; a tensor without its data."""
+        value, number = self._first if file is None else file.value, self._number[name]
+        return value[MASTER][number] if field == MASTER else self._state(value)[number][field]
 
     def is_cut(self, name: str, field: str) -> bool:
         """True if each rank has a part of the field; False for a step count and the like."""
@@ -78,7 +75,7 @@ class SavedOptimizer:
         layout, result = self._layouts[name], None
         for rank in layout.sources():
             part = self._part(name, field, rank, layout)
-            if not isinstance(part, torch.Tensor) or part.dim() == 0:
+            if layout.partition is None or not self.is_cut(name, field):
                 return part
             if result is None:
                 result = torch.empty(layout.shape, dtype=part.dtype)
@@ -87,29 +84,29 @@ class SavedOptimizer:
 
     def _part(self, name: str, field: str, rank: int, layout: Layout):
         """The field for one tensor-parallel rank's part, its ZeRO-1 chunks put together."""
-        chunks = []
-        for place in range(self._source.zero_degree if self.zero1 else 1):
-            file = self._source.lazy(self._source.optimizer_file(place, rank))
-            number = self._number[name]
-            entry = (
-                file.value[MASTER][number]
-                if field == MASTER
-                else self._state(file.value)[number][field]
-            )
-            if not isinstance(entry, torch.Tensor):
-                return entry
-            chunks.append(file.read(entry))
-            if entry.dim() == 0:
-                return chunks[0]
+        places = range(self._source.zero_degree if self.zero1 else 1)
+        files = [self._source.lazy(self._source.optimizer_file(place, rank)) for place in places]
+        entries = [self.entry(name, field, file) for file in files]
+        if not self.is_cut(name, field):
+            whole = entries[0]
+            return files[0].read(whole) if isinstance(whole, torch.Tensor) else whole
         shape = torch.Size(layout.local_shape())
-        part = torch.cat([piece.reshape(-1) for piece in chunks])
         row = shape[1:].numel()  # the vendor pads by rows
-        if not 0 <= part.numel() - shape.numel() < len(chunks) * max(row, 1):
+        held = sum(entry.numel() for entry in entries)
+        if not 0 <= held - shape.numel() < len(entries) * max(row, 1):
             raise ValueError(
-                f"{self._source.path}: {field} of {name} has {part.numel()} elements, the "
-                f"parameter {shape.numel()}"
+                f"{self._source.path}: {field} of {name} has {held} elements, the parameter "
+                f"{shape.numel()}"
             )
-        return part[: shape.numel()].view(shape)
+        part = torch.empty(shape, dtype=entries[0].dtype)
+        rest = part.view(-1)
+        for file, entry in zip(files, entries):
+            here, rest = rest[: entry.numel()], rest[entry.numel() :]
+            if entry.is_contiguous() and entry.dtype == part.dtype and entry.dim() and len(here):
+                file.read_rows(entry, 0, here)  # into its place: memory holds it once
+            else:
+                here.copy_(file.read(entry).reshape(-1)[: len(here)])
+        return part
 
 
 def read_optimizer(

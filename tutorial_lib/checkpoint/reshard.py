@@ -127,6 +127,7 @@ class _Optimizer:
                     if (name, field) in forms[tp, dp]:
                         expected = forms[tp, dp][name, field]
                         each.put_rows(expected, 0, self._part(full, name, tp, dp, expected))
+                del full  # before the next one is read
         return close_all(sinks.values())
 
     def _part(
