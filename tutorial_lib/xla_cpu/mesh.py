@@ -20,6 +20,7 @@ class Mesh:
         self.client = Client(rank, world_size, timeout)
         self._guard = Guard()
         self._live = tensors.LiveTensors()
+        self._packed = tensors.PackedTensors()
         self._own_step_marker = _XLAC._xla_step_marker
         self._own_world = xr._WORLD_SIZE, xr._ORDINAL
         _XLAC._xla_step_marker = self._step_marker
@@ -28,6 +29,7 @@ class Mesh:
     def close(self) -> None:
         _XLAC._xla_step_marker = self._own_step_marker
         xr._WORLD_SIZE, xr._ORDINAL = self._own_world
+        self._packed.remove()
         self._live.close()
         self._guard.remove()
         self.client.close()
@@ -42,7 +44,7 @@ class Mesh:
     def run_pending(self, device: str) -> int:
         """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
         self._fence.wait()
-        pending = tensors.find_pending(self._live, device)
+        pending = tensors.find_pending(self._live, self._packed, device)
         if pending:
             results = self.client.run([aliases[0] for aliases in pending.values()])
             tensors.set_data(pending, results)

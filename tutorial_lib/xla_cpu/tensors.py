@@ -4,17 +4,21 @@ torch-xla knows its live tensors, but hands none to Python. The garbage collecto
 reach is one of its objects. What C++ alone holds (activations saved for backward, a view's base) hangs on one of these.
 """
 
+import functools
 import gc
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch_xla
+from torch.autograd.graph import saved_tensors_hooks
 
 _XLAC = torch_xla._XLAC
 _OLDEST = 2  # the collector's generation of objects that stay
+_FULL = 64  # steps from one collection of everything to the next
 
 
 class LiveTensors:
@@ -22,15 +26,28 @@ class LiveTensors:
 
     An object enters the collector's oldest generation only in a collection of the one before (or of all). So it is
     enough to note the tensors of the younger generations each time that one starts.
+
+    Tensors in a dead cycle (a graph that a hook's closure refers to, say) would be pending as long as the collector has
+    not come by: on one rank and not on another, in one run and not in the next, with the collectives behind them. So it
+    comes by at each step's boundary, and at no other time.
     """
 
     def __init__(self):
         self._old: dict[int, weakref.ref] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
         self._note(gc.get_objects())
         gc.callbacks.append(self._before_collection)
+        self._collects, self._steps = gc.isenabled(), 0
+        gc.disable()
 
     def close(self) -> None:
         gc.callbacks.remove(self._before_collection)
+        if self._collects:
+            gc.enable()
+
+    def collect(self) -> None:
+        """Drops dead cycles of the time since the last step: what is older is not pending, so it can wait."""
+        self._steps += 1
+        gc.collect(0 if self._steps % _FULL else _OLDEST)
 
     def _before_collection(self, phase: str, info: dict) -> None:
         if phase == "start" and info["generation"] >= _OLDEST - 1:
@@ -44,8 +61,7 @@ class LiveTensors:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for tensor in self._alive():
-            # One that is not functional is the inside of one that is, seen by a kernel written in Python.
-            if tensor.device.type == "xla" and torch._is_functional_tensor(tensor):
+            if tensor.device.type == "xla":
                 yield tensor
 
     def _alive(self) -> list[torch.Tensor]:
@@ -81,6 +97,47 @@ def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
             yield obj
 
 
+class PackedTensors:
+    """Keeps a look at what a graph has saved from running hooks: to unpack, activation checkpointing computes a block.
+
+    What hooks have packed they hold in Python, where the collector sees it.
+    """
+
+    def __init__(self):
+        self._looking = False
+        self._init = saved_tensors_hooks.__init__
+        saved_tensors_hooks.__init__ = self._guarded(self._init)
+
+    def remove(self) -> None:
+        saved_tensors_hooks.__init__ = self._init
+
+    def _guarded(self, init):
+        @functools.wraps(init)
+        def guarded(hooks, pack_hook, unpack_hook):
+            @functools.wraps(unpack_hook)
+            def unpack(packed):
+                if self._looking:
+                    raise _Packed
+                return unpack_hook(packed)
+
+            init(hooks, pack_hook, unpack)
+
+        return guarded
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """Inside, to unpack raises an error."""
+        self._looking = True
+        try:
+            yield
+        finally:
+            self._looking = False
+
+
+class _Packed(RuntimeError):
+    pass
+
+
 class AutogradFence:
     """Waits until autograd's thread for the device has let go of the tensors of the last `backward()`.
 
@@ -114,8 +171,9 @@ def count_pending(device: str) -> int:
     return sum(_XLAC._check_device_tensor_need_materialization(device))
 
 
-def find_pending(live: LiveTensors, device: str) -> dict[int, list[torch.Tensor]]:
+def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> dict[int, list[torch.Tensor]]:
     """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases."""
+    live.collect()
     expected = count_pending(device)
     if not expected:
         return {}
@@ -123,7 +181,8 @@ def find_pending(live: LiveTensors, device: str) -> dict[int, list[torch.Tensor]
     seen: dict[int, torch.Tensor] = {}  # holds them, so that no id is used twice
     _add(pending, seen, _with_held_by_them(live))
     if len(pending) < expected:
-        _add(pending, seen, _saved_for_backward([t for ts in pending.values() for t in ts]))
+        with packed.look():
+            _add(pending, seen, _saved_for_backward([t for ts in pending.values() for t in ts]))
     return dict(sorted(pending.items()))
 
 
@@ -159,7 +218,7 @@ def _saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
             if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
                 try:
                     value = getattr(node, name)
-                except RuntimeError:  # backward has run and freed it
+                except RuntimeError:  # backward has run and freed it, or it is packed
                     continue
                 for item in value if isinstance(value, (tuple, list)) else (value,):
                     if isinstance(item, torch.Tensor) and item.device.type == "xla":
@@ -175,11 +234,16 @@ def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]
 
     A tensor and its views share one functional storage, from which torch brings each of them up to date when another
     was written. So a whole tensor is written into the storage, and its views, regenerated from there, get their own
-    results in place of the slices they would be.
+    results in place of the slices they would be. What was made under a dispatch mode written in Python (a counter of
+    operations, say) has no such storage, and may be the inside of one that has.
     """
     views = []
-    for tensors, result in zip(pending.values(), results):
+    for found, result in zip(pending.values(), results):
         inner = torch._from_functional_tensor(result)
+        tensors = [t for t in found if torch._is_functional_tensor(t)]
+        for bare in found:
+            if not torch._is_functional_tensor(bare):
+                bare.data = inner
         whole = [t for t in tensors if torch._is_functional_tensor_base(t)]
         if whole:
             torch._functionalize_replace(whole[0], inner)
@@ -187,7 +251,12 @@ def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]
             for tensor in whole:
                 torch._functionalize_sync(tensor)
         views += [(t, inner, result) for t in tensors if not torch._is_functional_tensor_base(t)]
-    written = {torch._C._storage_id(t) for ts in pending.values() for t in ts if torch._is_functional_tensor_base(t)}
+    written = {
+        torch._C._storage_id(t)
+        for ts in pending.values()
+        for t in ts
+        if torch._is_functional_tensor(t) and torch._is_functional_tensor_base(t)
+    }
     for view, inner, result in views:
         if torch._C._storage_id(view) in written:
             torch._functionalize_sync(view)
