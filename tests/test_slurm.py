@@ -306,7 +306,7 @@ def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name
     _assert_gone(in_cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_a_notebook_whose_job_is_cancelled_ends_with_the_reason(in_cluster, tmp_path):
     def cancel_while_it_trains():
