@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 _XLAC = torch_xla._XLAC
 _OLDEST = 2  # the collector's generation of objects that stay
-_FULL = 64  # steps from one collection of everything to the next
 
 
 class LiveTensors:
@@ -34,20 +33,22 @@ class LiveTensors:
 
     def __init__(self):
         self._old: dict[int, weakref.ref] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
+        gc.collect()
         self._note(gc.get_objects())
+        gc.freeze()
         gc.callbacks.append(self._before_collection)
-        self._collects, self._steps = gc.isenabled(), 0
+        self._collects = gc.isenabled()
         gc.disable()
 
     def close(self) -> None:
         gc.callbacks.remove(self._before_collection)
+        gc.unfreeze()
         if self._collects:
             gc.enable()
 
     def collect(self) -> None:
-        """Drops dead cycles of the time since the last step: what is older is not pending, so it can wait."""
-        self._steps += 1
-        gc.collect(0 if self._steps % _FULL else _OLDEST)
+        """Drops dead cycles."""
+        gc.collect()
 
     def _before_collection(self, phase: str, info: dict) -> None:
         if phase == "start" and info["generation"] >= _OLDEST - 1:
@@ -192,10 +193,17 @@ def _add(pending: dict[int, list[torch.Tensor]], seen: dict[int, torch.Tensor], 
         if id(tensor) not in seen:
             seen[id(tensor)] = tensor
             new.append(tensor)
-    ids = [_XLAC._xla_get_tensor_id(tensor) for tensor in new]  # this brings views up to date, too
+    new.sort(key=_first_id)
+    ids = [_XLAC._xla_get_tensor_id(tensor) for tensor in new]  # this brings views up to date, which gives new ones
     for tensor, number, needed in zip(new, ids, _XLAC._check_tensor_need_materialization(new)):
         if needed:
             pending[number].append(tensor)
+
+
+def _first_id(tensor: torch.Tensor) -> int:
+    """A tensor's id as traced. The collector's order is not that of another run: it goes by addresses."""
+    functional = torch._is_functional_tensor(tensor)
+    return _XLAC._xla_get_tensor_id(torch._from_functional_tensor(tensor) if functional else tensor)
 
 
 def _with_held_by_them(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
