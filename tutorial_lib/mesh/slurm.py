@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import time
+from functools import cached_property
 
 import ipyparallel as ipp
 from traitlets.config import Config
@@ -102,8 +103,11 @@ class Job:
     def goes_on(self) -> bool:
         return self.look() in GOING_ON
 
-    def describe_end(self) -> str:
-        """Why it ended; with a node that is gone it may stay COMPLETING for minutes, but the reason is there."""
+    @cached_property
+    def end(self) -> str:
+        """Why it ended, the same for all ranks; with a node that is gone it may stay COMPLETING for minutes, but the
+        reason is there.
+        """
         deadline = time.monotonic() + 5 * POLL
         while self.look() == "COMPLETING" and self.reason == "None" and time.monotonic() < deadline:
             time.sleep(POLL / 4)
@@ -128,7 +132,7 @@ class SlurmProcess:
     def cause_of_death(self) -> str:
         time.sleep(POLL + 0.1)  # a job ends a moment after its processes
         if not self._job.goes_on:
-            return self._job.describe_end()
+            return self._job.end
         return f"process {self.pid} on {self._host} is gone"
 
 
@@ -178,7 +182,7 @@ class SlurmLauncher:
 
     def failure(self) -> str | None:
         """Why the ranks will never be up; None if they may."""
-        return None if self.job.goes_on else self.job.describe_end()
+        return None if self.job.goes_on else self.job.end
 
     def process(self, client: ipp.Client, engine_id: int, place: dict) -> SlurmProcess:
         """See `LocalLauncher.process`."""
