@@ -108,7 +108,7 @@ class Job:
         """Why it ended, the same for all ranks; with a node that is gone it may stay COMPLETING for minutes, but the
         reason is there.
         """
-        deadline = time.monotonic() + 5 * POLL
+        deadline = time.monotonic() + 20 * POLL
         while self.look() == "COMPLETING" and self.reason == "None" and time.monotonic() < deadline:
             time.sleep(POLL / 4)
         because = "" if self.reason == "None" else f", {self.reason}"
