@@ -35,7 +35,7 @@ class LiveTensors:
         self._old: dict[int, weakref.ref] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
         gc.collect()
         self._note(gc.get_objects())
-        gc.freeze()
+        gc.freeze()  # modules, functions, …: half a million objects that no later collection has to look at
         gc.callbacks.append(self._before_collection)
         self._collects = gc.isenabled()
         gc.disable()
@@ -45,10 +45,6 @@ class LiveTensors:
         gc.unfreeze()
         if self._collects:
             gc.enable()
-
-    def collect(self) -> None:
-        """Drops dead cycles."""
-        gc.collect()
 
     def _before_collection(self, phase: str, info: dict) -> None:
         if phase == "start" and info["generation"] >= _OLDEST - 1:
@@ -174,7 +170,7 @@ def count_pending(device: str) -> int:
 
 def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> dict[int, list[torch.Tensor]]:
     """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases."""
-    live.collect()
+    gc.collect()  # see LiveTensors
     expected = count_pending(device)
     if not expected:
         return {}
@@ -245,7 +241,7 @@ def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]
     results in place of the slices they would be. What was made under a dispatch mode written in Python (a counter of
     operations, say) has no such storage, and may be the inside of one that has.
     """
-    views = []
+    views, written = [], set()
     for found, result in zip(pending.values(), results):
         inner = torch._from_functional_tensor(result)
         tensors = [t for t in found if torch._is_functional_tensor(t)]
@@ -258,13 +254,8 @@ def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]
             torch._functionalize_commit_update(whole[0])
             for tensor in whole:
                 torch._functionalize_sync(tensor)
+        written.update(map(torch._C._storage_id, whole))
         views += [(t, inner, result) for t in tensors if not torch._is_functional_tensor_base(t)]
-    written = {
-        torch._C._storage_id(t)
-        for ts in pending.values()
-        for t in ts
-        if torch._is_functional_tensor(t) and torch._is_functional_tensor_base(t)
-    }
     for view, inner, result in views:
         if torch._C._storage_id(view) in written:
             torch._functionalize_sync(view)
