@@ -208,6 +208,16 @@ def test_a_collective_that_one_rank_never_enters(notebook):
     notebook.run("mesh.reset()")
 
 
+def test_a_rank_that_was_asked_where_it_is_keeps_nothing_of_it(notebook):
+    """Ranks that take long are asked; a frame that stayed would keep the step's tensors until the next question."""
+    notebook.run(
+        "%%px\nimport time, weakref\nfrom tutorial_lib.mesh.watch import PATIENCE\n"
+        "def work():\n    tensor = torch.ones(3)\n    time.sleep((PATIENCE + 1) * (rank > 0))\n    return weakref.ref(tensor)\n"
+        "reference = work()"
+    )
+    assert notebook.run("print(mesh.gather('reference() is None'))") == "[True, True, True, True]\n"
+
+
 def test_ranks_in_different_collectives(notebook):
     cell = "%%px\nx = torch.ones(3)\ndist.all_reduce(x) if rank < 2 else dist.all_gather([x] * 4, x)"
     assert "in different collectives" in notebook.fail(cell, 20)

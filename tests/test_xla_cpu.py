@@ -534,7 +534,7 @@ ENTRY IrToHlo.42 {
 def train_library(backend):
     """Layers, gradients and optimizer of the library, with a Python number as the rate: the optimizer makes it data."""
     from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
-    from tutorial_lib.parallel_layers import grads, layers, parallel_state
+    from tutorial_lib.parallel_layers import consistency, grads, layers, parallel_state
     from tutorial_lib.parallel_layers.utils import move_model_to_device
 
     torch.manual_seed(0)
@@ -566,7 +566,9 @@ def train_library(backend):
     compiled = None
     if backend == "xla":
         _, _, xla_cpu = _xla()
-        compiled = xla_cpu.graphs()
+        compiled, before = xla_cpu.graphs(), launch.compilations()
+        assert consistency.find_drift(model) == []
+        assert launch.compilations() == before  # to look at weights needs no graph
     return torch.tensor(losses), [p.detach().cpu() for p in model.parameters()], compiled, seconds
 
 

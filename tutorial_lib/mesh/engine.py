@@ -208,8 +208,8 @@ def _attend(address: str, port: int, rank: int) -> None:
         for number in range(sys.maxsize):
             command = json.loads(store.get(f"mesh/{number}/{rank}"))
             if command["do"] == "where":
-                frame = sys._current_frames().get(main)
-                answer = _describe(traceback.extract_stack(frame))
+                # In no variable: until the next question, a frame would keep all that its callers had in theirs.
+                answer = _describe(traceback.extract_stack(sys._current_frames().get(main)))
             elif command["do"] == "cut":
                 answer = _cut(command["places"], address)
             elif command["do"] == "interrupt":

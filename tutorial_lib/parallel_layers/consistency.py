@@ -11,7 +11,7 @@ from .utils import is_tensor_parallel
 
 
 def _digest(values: torch.Tensor) -> bytes:
-    data = values.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    data = values.reshape(-1).contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -40,11 +40,12 @@ def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]])
     )
     mine: dict[tuple[str, str], bytes] = {}
     for name, parameter in named:
-        mine[name, "data"] = _digest(parameter)
+        values = parameter.detach().cpu()  # before it is cut: where work is traced, each shape would be compiled
+        mine[name, "data"] = _digest(values)
         if not is_tensor_parallel(parameter):
             mine[name, "tensor"] = mine[name, "data"]
         elif getattr(parameter, "kv_shared_numel", 0):
-            mine[name, "kv"] = _digest(parameter.detach().reshape(-1)[-parameter.kv_shared_numel :])
+            mine[name, "kv"] = _digest(values.reshape(-1)[-parameter.kv_shared_numel :])
     digests = parallel_state.gather_python_object(mine, parallel_state.get_world_group())
     groups = {
         "data": parallel_state.get_zero1_sharding_groups(),

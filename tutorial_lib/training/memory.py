@@ -126,7 +126,7 @@ class SavedActivations:
         key = self._memory(tensor)
         if key not in self._held and key not in self._found:
             self._found[key] = Saved(tuple(tensor.shape), tensor.dtype, self._size(tensor))
-        return tensor
+        return tensor.detach()  # an output that refers to its graph would keep it, and itself, for ever
 
     @staticmethod
     def _memory(tensor: torch.Tensor) -> object:
