@@ -25,9 +25,10 @@ def clean(nb: NotebookNode) -> NotebookNode:
     Warnings and errors stay: `faults` names them, and they are mended at their source.
     """
     nb = nbformat.from_dict(json.loads(json.dumps(nb)))
-    nb.metadata = NotebookNode({key: nb.metadata[key] for key in ("kernelspec", KEY) if key in nb.metadata})
-    nb.metadata.language_info = NotebookNode(name="python")
-    nb.metadata.kernelspec = NotebookNode(name="python3", language="python", display_name="Python 3")
+    nb.metadata = NotebookNode({key: nb.metadata[key] for key in ("language_info", KEY) if key in nb.metadata})
+    # Both as JupyterLab gets them from a kernel: it marks a notebook that says otherwise as changed when it opens it.
+    nb.metadata.setdefault("language_info", NotebookNode(name="python"))
+    nb.metadata.kernelspec = NotebookNode(name="python3", language="python", display_name="Python 3 (ipykernel)")
     nb.cells = [cell for cell in nb.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
     for number, cell in enumerate((c for c in nb.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number

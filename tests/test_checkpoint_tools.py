@@ -297,8 +297,8 @@ def test_inspect(ranks, tmp_path, capsys):
     out = capsys.readouterr().out
     for words in (
         "step_3: complete, step 3 (latest)", "step_9.incomplete: incomplete", "world 4, tp 2, dp 2",
-        "Standin, 177 elements in 7 tensors (6 bfloat16, 1 int64)", "embed = head", "ZeRO-1 in 2 "
-        "shards",
+        "Standin, 177 elements in 7 tensors (6 bfloat16, 1 int64)", "embed = head",
+        "ZeRO-1 over data-parallel groups of 2",
         "gate_up    16×4 bfloat16, cut along dim 0, 2 fused",
     ):  # fmt: skip
         assert words in out, out

@@ -149,6 +149,9 @@ def test_exercise_verdicts_on_one_answer():
     assert verdict(3, 3) == verdict("dp", "dp") == verdict([1, 5], [1, 5]) == "correct"
     assert verdict("tp", "dp") == "'tp' instead of 'dp'"
     assert verdict([1, 6], [1, 5]) == "off by 1"
+    assert verdict([5, 1], [1, 5]) == "the right numbers in another order"
+    assert verdict([None, None], [1, 5]) == "not attempted"
+    assert verdict([1, None], [1, 5]) == "a part of the answer is missing"
     rows = {"that is the row": [4, 5, 6, 7]}
     assert verdict([4, 5, 6, 7], [1, 5], mistakes=rows) == "shape (4,) instead of (2,), because that is the row"
 

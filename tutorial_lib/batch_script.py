@@ -102,11 +102,15 @@ def batch_script(
 
 def main(words: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--name", default="train")
-    parser.add_argument("--threads", type=int, default=1)
+    parser = argparse.ArgumentParser(
+        prog="python -m tutorial_lib.batch_script",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="of the job")
+    parser.add_argument("--ranks-per-node", type=int, required=True, help="one for each core or GPU")
+    parser.add_argument("--name", default="train", help="of the job, and of its log file (default train)")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU (default 1)")
     parser.add_argument("--sbatch", default="", help="further options of sbatch, in one word")
     parser.add_argument("--precompile", action="store_true", help="compile with two steps of the command first")
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")

@@ -72,7 +72,7 @@ def _describe(checkpoint: tags.Complete) -> list[str]:
         )
         optimizer = reader.metadata["optimizer"]
         zero = (
-            f"ZeRO-1 in {reader.zero_degree} shards"
+            f"ZeRO-1 over data-parallel groups of {reader.zero_degree}"
             if optimizer and optimizer["zero1"]
             else "on every data-parallel rank"
         )

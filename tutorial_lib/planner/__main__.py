@@ -16,7 +16,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tutorial_lib.planner",
-        description="Memory, operations, traffic and bounds on the speed of a training run.",
+        description="Memory, operations, traffic and bounds on the speed of a training run. What is "
+        "not given is as published.",
     )
     yes_or_no = argparse.BooleanOptionalAction
     add = parser.add_argument
@@ -28,15 +29,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--instance", default="trn1.32xlarge", help=f"{', '.join(INSTANCES)}, or cores=…,memory=…,…"
     )
-    add("--backend", default="xla", choices=("cpu", "cuda", "xla"))
+    add("--backend", default="xla", choices=("cpu", "cuda", "xla"), help="default: xla")
     add("--nodes", type=int, help="sets --dp to as many replicas as they hold")
-    for name in ("tp", "dp", "micro-batch", "sequence", "accumulation"):
-        add(f"--{name}", type=int)
-    add("--sequence-parallel", action=yes_or_no)
-    add("--zero", action=yes_or_no)
-    add("--float32-gradients", action=yes_or_no)
-    add("--checkpointing")
-    add("--dtype", choices=DTYPES)
+    add("--tp", type=int, help="tensor-parallel size")
+    add("--dp", type=int, help="data-parallel size")
+    add("--micro-batch", type=int, help="sequences in a micro-batch of one rank")
+    add("--sequence", type=int, help="tokens in a sequence")
+    add("--accumulation", type=int, help="micro-batches of one rank in a step")
+    add("--sequence-parallel", action=yes_or_no, help="cut norms and residuals along the sequence")
+    add("--zero", action=yes_or_no, help="ZeRO-1: cut the optimizer over data-parallel ranks")
+    add("--float32-gradients", action=yes_or_no, help="add gradients up in float32; needs --zero")
+    add("--checkpointing", help="what runs again: none, full or, by model, selective, selective+mlp")
+    add("--dtype", choices=DTYPES, help="of weights and activations")
     chosen = parser.parse_args(arguments)
     try:
         chosen.plan = _plan(chosen)

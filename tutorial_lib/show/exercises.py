@@ -40,7 +40,7 @@ def verdict(
     """The text of `check`."""
     answers = found if by_rank else [found]
     right = expected if by_rank else [expected]
-    if all(answer is None for answer in answers):
+    if all(_blank(answer) for answer in answers):
         return NOT_ATTEMPTED
     if len(answers) != len(right):
         return f"{len(answers)} answers for {len(right)} ranks"
@@ -57,10 +57,17 @@ def verdict(
     return faults[rank] + where + (f", because {reasons[0]}" if reasons else "")
 
 
+def _blank(answer: Any) -> bool:
+    """Nothing filled in: None, or as many of it as the question has parts."""
+    return answer is None or (isinstance(answer, (list, tuple)) and bool(answer) and all(part is None for part in answer))
+
+
 def _difference(answer: Any, right: Any, tolerance: float) -> str | None:
     """What separates an answer from the right one, or None."""
     if answer is None:
         return "nothing returned"
+    if isinstance(answer, (list, tuple)) and any(part is None for part in answer):
+        return "a part of the answer is missing"
     try:
         answer, right = torch.as_tensor(answer), torch.as_tensor(right)
     except (TypeError, ValueError, RuntimeError):
@@ -69,5 +76,9 @@ def _difference(answer: Any, right: Any, tolerance: float) -> str | None:
         return f"shape {tuple(answer.shape)} instead of {tuple(right.shape)}"
     if right.numel() == 0:
         return None
-    off = (answer.double() - right.double()).abs().max().item()
-    return None if off <= tolerance else f"off by {text(off)}"
+    answer, right = answer.double(), right.double()
+    off = (answer - right).abs().max().item()
+    if off <= tolerance:
+        return None
+    reordered = answer.dim() == 1 and torch.equal(answer.sort().values, right.sort().values)
+    return "the right numbers in another order" if reordered else f"off by {text(off)}"

@@ -269,7 +269,9 @@ def _type(one: Field) -> type:
 def parse_arguments(words: list[str] | None = None) -> GPTArguments:
     """The arguments on the command line, or in `words`."""
     parser = argparse.ArgumentParser(
-        prog="torchrun … -m tutorial_lib.training.pretrain_gpt", description=__doc__.splitlines()[0]
+        prog="pretrain_gpt",
+        usage="torchrun … -m tutorial_lib.training.pretrain_gpt --num-layers L --hidden-size H …",
+        description=__doc__.splitlines()[0],
     )
     for one in fields(GPTArguments):
         kind = _type(one)
