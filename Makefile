@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: tutorials test test-full test-grid lab notebooks clean
+.PHONY: help tutorials test test-full test-grid lab notebooks clean
+
+help:                          ## what there is to make
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,5 +34,5 @@ lab: $(READY)                  ## JupyterLab on the notebooks
 notebooks: $(READY)            ## refresh the committed outputs
 	$(BIN)/python -m notebooks.run refresh
 
-clean:
+clean:                         ## remove build/ and .venv
 	rm -rf build $(VENV)

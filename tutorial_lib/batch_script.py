@@ -42,7 +42,7 @@ srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 """
 
 
-def _lines(words: list[str]) -> str:
+def shell_lines(words: list[str]) -> str:
     """A command for a shell, on lines that begin with an option where they can."""
     options: list[str] = []
     for word in words:
@@ -95,7 +95,7 @@ def batch_script(
         threads=threads,
         save_seconds=SAVE_SECONDS,
         options="".join(f"#SBATCH {option}\n" for option in options),
-        command=_lines(command).replace("'", "'\\''"),  # within the quotes of `run`
+        command=shell_lines(command).replace("'", "'\\''"),  # within the quotes of `run`
         precompile=compiling,
     )
 
