@@ -2,6 +2,8 @@
 parameters; errors on every rank.
 """
 
+import importlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -83,6 +85,18 @@ def assert_same(found, expected, tolerance: float = 1e-10) -> None:
             )
 
 
+def next_token_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 96) -> dict:
+    """Ids and labels `[B, S]` for a model that shifts them itself.
+
+    Predicted tokens differ in number from one micro-batch to the next, so a mean of means would show.
+    """
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
+    labels = ids.clone()
+    labels[0, length - 1 - index % 5 :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
 def next_token_loss(model, batch: dict) -> torch.Tensor:
     """Of Hugging Face's model; its own loss is of float32 logits."""
     batch = dict(batch)
@@ -101,3 +115,26 @@ def assert_refused(ranks, text: str, function, *args, **where) -> None:
     """That every rank by itself raises ValueError with `text` in it."""
     errors = ranks(function, *args, return_exceptions=True, **where)
     assert all(isinstance(e, ValueError) and text in str(e) for e in errors), errors
+
+
+def messages(module: str, tables: tuple[str, ...]) -> dict[str, str]:
+    """What each case in tables of a test's module raises: on every rank by itself, so that none is left waiting for
+    another.
+    """
+    found = {}
+    for table in tables:
+        for name, (case, _) in getattr(importlib.import_module(module), table).items():
+            try:
+                case()
+            except ValueError as error:
+                found[name] = str(error)
+    return found
+
+
+def assert_messages(ranks, module: str, *tables: str, size: int) -> None:
+    """That each case, `name: (function, words)`, raises ValueError with these words on every one of `size` ranks."""
+    for found in ranks(messages, module, tables, world_size=size, tp=size):
+        for table in tables:
+            for name, (_, words) in getattr(importlib.import_module(module), table).items():
+                assert name in found, f"{name} is not refused"
+                assert all(word in found[name] for word in words), (name, found[name])

@@ -4,6 +4,7 @@ A test hands a module-level function to `RankPool.run`; every rank calls it and 
 """
 
 import atexit
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -12,8 +13,13 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
+import pytest
+
 from tutorial_lib.launch import rank_environment
 
+needs_xla = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"
+)
 GRACE = 3.0  # seconds that ranks get to end after one of them has failed
 START = 240.0  # seconds that they get to import torch and meet, on a machine that does other things too
 # Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which start threads.

@@ -4,14 +4,13 @@ and weights, bit for bit.
 It stops in the middle of an epoch, accumulates gradients, drops out, and has a schedule.
 """
 
-from importlib.util import find_spec
 from itertools import product
 
 import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from tests.pool import RankPool
+from tests.pool import RankPool, needs_xla
 from tests.standin import same, state
 from tests.tiny_models import TINY, Samples
 from tutorial_lib.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
@@ -150,11 +149,6 @@ def test_every_switch(tmp_path, kind, zero, use_xser, async_save, sequence_paral
 
 def on_xla(tmp_path, *case):
     compare(tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
-
-
-needs_xla = pytest.mark.skipif(
-    find_spec("torch_xla") is None or find_spec("jax") is None, reason="needs torch-xla and jax"
-)
 
 
 @needs_xla

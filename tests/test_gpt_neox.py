@@ -22,10 +22,19 @@ from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distribu
 from tutorial_lib.training.loop import train
 from tutorial_lib.training.memory import SavedActivations, optimizer_bytes
 
-from .parity import assert_refused, assert_same, build, next_token_loss, train_alone, train_together
+from .parity import (
+    assert_refused,
+    assert_same,
+    build,
+    next_token_batch,
+    next_token_loss,
+    train_alone,
+    train_together,
+)
 
 SIZES = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96, max_position_embeddings=64
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+    vocab_size=96, max_position_embeddings=64,
 )  # fmt: skip
 RECIPE = dict(steps=10, lr=1e-2, max_norm=0.5)
 
@@ -34,34 +43,19 @@ def config(**changes) -> GPTNeoXConfig:
     return GPTNeoXConfig(**{**SIZES, **changes})
 
 
-def micro_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 96, padding: str | None = None) -> dict:
-    """Predicted tokens differ in number from one micro-batch to the next, so a mean of means would show."""
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    labels = ids.clone()
-    labels[0, length - 1 - index % 5 :] = -100
-    if padding is None:
-        return {"input_ids": ids, "labels": labels}
-    mask = torch.ones_like(ids)
-    mask[0, length - 1 - index % 5 :] = 0
-    if padding == "left":
-        mask, labels = mask.flip(1), torch.where(mask.flip(1).bool(), ids, -100)
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def padded(side: str, index: int) -> dict:
-    return micro_batch(index, padding=side)
+def right_padded(index: int) -> dict:
+    batch = next_token_batch(index)
+    mask = (batch["labels"] != -100).long()
+    return {**batch, "attention_mask": mask}
 
 
 def left_padded(index: int) -> dict:
-    return padded("left", index)
+    batch = right_padded(index)
+    mask = batch["attention_mask"].flip(1)
+    return {**batch, "labels": torch.where(mask.bool(), batch["input_ids"], -100), "attention_mask": mask}
 
 
-def right_padded(index: int) -> dict:
-    return padded("right", index)
-
-
-BATCHES = {"whole": micro_batch, "left": left_padded, "right": right_padded}
+BATCHES = {"whole": next_token_batch, "left": left_padded, "right": right_padded}
 
 
 def reference(changes: dict, batches: str = "whole", **recipe):
@@ -146,7 +140,7 @@ def moved_weights(changes, full, sequence_parallel):
     model = GPTNeoXForCausalLM(config(**changes), sequence_parallel)
     load_full_tensors(model, full)
     with torch.no_grad():
-        logits = model.eval()(micro_batch(0, length=32)["input_ids"]).logits
+        logits = model.eval()(next_token_batch(0, length=32)["input_ids"]).logits
     return full_tensors(model), logits
 
 
@@ -159,7 +153,7 @@ def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, changes, sequen
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
-        expected = model(micro_batch(0, length=32)["input_ids"]).logits
+        expected = model(next_token_batch(0, length=32)["input_ids"]).logits
     full = {name.replace("lm_head", "embed_out"): tensor for name, tensor in model.state_dict().items()}
     full["gpt_neox.layers.0.attention.bias"] = torch.ones(1)  # as published checkpoints have it
     found = ranks(moved_weights, changes, full, sequence_parallel, world_size=tp, tp=tp)
@@ -218,7 +212,7 @@ def forgetful(remember: bool):
     model = GPTNeoXForCausalLM(config(), sequence_parallel_enabled=True)
     nxd_config = neuronx_distributed_config(tensor_parallel_size=2, sequence_parallel=remember)
     optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2)
-    train(model, optimizer, iter([micro_batch(index) for index in range(3)]), steps=3)
+    train(model, optimizer, iter([next_token_batch(index) for index in range(3)]), steps=3)
     return find_drift(model)
 
 
@@ -237,7 +231,7 @@ def bf16_curve(dtype, sequence_parallel):
         sequence_parallel=sequence_parallel,
     )
     optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=3e-3)
-    done = train(model, optimizer, iter([micro_batch(index % 2) for index in range(30)]), steps=30)
+    done = train(model, optimizer, iter([next_token_batch(index % 2) for index in range(30)]), steps=30)
     assert all(p.dtype is dtype for p in model.parameters())
     return [step.loss for step in done]
 
@@ -254,7 +248,7 @@ def dropped(sequence_parallel):
     model = GPTNeoXForCausalLM(config(hidden_dropout=0.5), sequence_parallel)
     seen = []
     model.gpt_neox.layers[0].post_mlp_dropout.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
-    loss = model.train()(**micro_batch(0)).loss
+    loss = model.train()(**next_token_batch(0)).loss
     return seen[0] == 0, loss.detach()
 
 
@@ -266,7 +260,7 @@ def test_each_chunk_drops_out_by_itself(ranks):
 
 
 def odd_length(sequence_parallel):
-    return GPTNeoXForCausalLM(config(), sequence_parallel)(**micro_batch(0, length=5)).loss.item()
+    return GPTNeoXForCausalLM(config(), sequence_parallel)(**next_token_batch(0, length=5)).loss.item()
 
 
 def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
@@ -313,7 +307,7 @@ def state_bytes(zero):
     model = GPTNeoXForCausalLM(make_config("tiny"))
     nxd_config = neuronx_distributed_config(tensor_parallel_size=2, optimizer_config={"zero_one_enabled": zero})
     optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3)
-    train(model, optimizer, iter([micro_batch(0)]), steps=1)
+    train(model, optimizer, iter([next_token_batch(0)]), steps=1)
     return optimizer_bytes(optimizer) / parameter_count(model.config, 2)
 
 

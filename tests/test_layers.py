@@ -21,6 +21,8 @@ from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import Partition, partition_of
 from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
 
+from .parity import assert_messages
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SIZES = [1, 2, 4]
 
@@ -663,26 +665,10 @@ ANYWHERE = {
 }
 
 
-def messages(names):
-    """What each case raises: on every rank by itself, so that none is left waiting for another."""
-    found = {}
-    for name in names:
-        try:
-            (BAD | ANYWHERE)[name][0]()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_errors_name_the_numbers_on_all_ranks(ranks, size):
-    cases = BAD | ANYWHERE if size == 2 else ANYWHERE
-    for found in ranks(messages, list(cases), world_size=size, tp=size):
-        for name, (_, words) in cases.items():
-            assert name in found and all(word in found[name] for word in words), (
-                name,
-                found.get(name),
-            )
+    tables = ("BAD", "ANYWHERE") if size == 2 else ("ANYWHERE",)
+    assert_messages(ranks, __name__, *tables, size=size)
 
 
 def test_a_layer_without_a_world_falls_back_to_one_rank():

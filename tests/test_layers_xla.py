@@ -16,6 +16,9 @@ from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.parallel_layers.utils import move_model_to_device
 
+from .pool import needs_xla
+
+pytestmark = needs_xla
 HIDDEN, VOCABULARY = 16, 13
 
 

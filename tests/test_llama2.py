@@ -16,10 +16,19 @@ from tutorial_lib.parallel_layers.consistency import check_replicated
 from tutorial_lib.parallel_layers.random import get_rng_state, model_parallel_xla_manual_seed
 from tutorial_lib.training.memory import SavedActivations
 
-from .parity import assert_refused, assert_same, build, next_token_loss, train_alone, train_together
+from .parity import (
+    assert_refused,
+    assert_same,
+    build,
+    next_token_batch,
+    next_token_loss,
+    train_alone,
+    train_together,
+)
 
 SIZES = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64, vocab_size=96, max_position_embeddings=64
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64,
+    vocab_size=96, max_position_embeddings=64,
 )  # fmt: skip
 RECIPE = dict(steps=3, lr=1e-2, max_norm=0.5)
 
@@ -28,24 +37,15 @@ def config(**changes) -> LlamaConfig:
     return LlamaConfig(**{**SIZES, **changes})
 
 
-def micro_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 96) -> dict:
-    """Predicted tokens differ in number from one micro-batch to the next, so a mean of means would show."""
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    labels = ids.clone()
-    labels[0, length - 1 - index % 5 :] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
 def left_padded(index: int) -> dict:
-    batch = micro_batch(index)
+    batch = next_token_batch(index)
     mask, labels = torch.ones_like(batch["input_ids"]), batch["input_ids"].clone()
     mask[0, : 1 + index % 5] = 0
     labels[0, : 2 + index % 5] = -100  # the first token too, as it would be predicted from padding
     return {**batch, "attention_mask": mask, "labels": labels}
 
 
-BATCHES = {"whole": micro_batch, "left": left_padded}
+BATCHES = {"whole": next_token_batch, "left": left_padded}
 
 
 def reference(changes: dict, batches: str, **recipe):
@@ -129,7 +129,7 @@ def moved_weights(changes, full, sequence_parallel, mode):
     checkpoint_activations(model, mode)
     load_full_tensors(model, full)
     with torch.no_grad():
-        logits = model.eval()(micro_batch(0, length=32)["input_ids"]).logits
+        logits = model.eval()(next_token_batch(0, length=32)["input_ids"]).logits
     return full_tensors(model), logits
 
 
@@ -141,7 +141,7 @@ def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, mode, changes):
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
-        expected = model(micro_batch(0, length=32)["input_ids"]).logits
+        expected = model(next_token_batch(0, length=32)["input_ids"]).logits
     full = {name: p.detach() for name, p in model.named_parameters()}
     found = ranks(moved_weights, changes, full, tp == 4, mode, world_size=tp, tp=tp)
     for weights, _ in found:
@@ -176,7 +176,7 @@ def recomputed(mode, sequence_parallel, kv_heads):
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
     losses = []
     for index in range(2):  # two in a row: what recomputing leaves behind would show in the second
-        losses.append(model(**micro_batch(index)).loss)
+        losses.append(model(**next_token_batch(index)).loss)
         losses[-1].backward()
     state = get_rng_state()
     gradients = {n: p.grad for n, p in model.named_parameters()}
@@ -184,7 +184,7 @@ def recomputed(mode, sequence_parallel, kv_heads):
 
 
 def no_dropout(kv_heads):
-    return LlamaForCausalLM(config(num_key_value_heads=kv_heads)).train()(**micro_batch(0)).loss.detach()
+    return LlamaForCausalLM(config(num_key_value_heads=kv_heads)).train()(**next_token_batch(0)).loss.detach()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -204,7 +204,7 @@ def saved_per_layer(mode, sequence_parallel, changes, dtype, batch, length, flas
         model = LlamaForCausalLM(cfg, sequence_parallel, flash).to(dtype).train()
         model_parallel_xla_manual_seed(5)
         checkpoint_activations(model, mode)
-        inputs = micro_batch(0, batch, length)
+        inputs = next_token_batch(0, batch, length)
         with SavedActivations(model, inputs.values()) as saved:
             loss = model(**inputs).loss
         total[layers] = saved.nbytes
@@ -274,7 +274,7 @@ def test_rotary_angles_keep_their_precision(ranks, scaling):
 
 
 def odd_length():
-    LlamaForCausalLM(config(), sequence_parallel_enabled=True)(**micro_batch(0, length=5))
+    LlamaForCausalLM(config(), sequence_parallel_enabled=True)(**next_token_batch(0, length=5))
 
 
 def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):

@@ -14,6 +14,8 @@ from tutorial_lib.parallel_layers.loss_functions import (
     parallel_cross_entropy,
 )
 
+from .parity import assert_messages
+
 
 def mine(full):
     return full.chunk(parallel_state.get_tensor_model_parallel_size(), -1)[
@@ -206,22 +208,6 @@ BAD = {
 }  # fmt: skip
 
 
-def messages():
-    """What each case raises: on every rank by itself, so that none is left waiting for another."""
-    found = {}
-    for name, (case, _) in BAD.items():
-        try:
-            case()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_errors_name_the_numbers_on_all_ranks(ranks, size):
-    for found in ranks(messages, world_size=size, tp=size):
-        for name, (_, words) in BAD.items():
-            assert name in found and all(word in found[name] for word in words), (
-                name,
-                found.get(name),
-            )
+    assert_messages(ranks, __name__, "BAD", size=size)

@@ -1,6 +1,5 @@
 """Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model needs."""
 
-import importlib.util
 from collections import Counter
 
 import pytest
@@ -22,12 +21,10 @@ from tutorial_lib.training.loop import accumulate_gradients, train
 from tutorial_lib.xla_cpu.graphs import Collective, find_collectives, find_masks
 
 from . import test_bert, test_gpt, test_gpt_neox
-from .parity import assert_same, train_together
+from .parity import assert_same, next_token_batch, train_together
+from .pool import needs_xla
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None or importlib.util.find_spec("jax") is None,
-    reason="needs torch-xla and jax",
-)]  # fmt: skip
+pytestmark = [pytest.mark.slow, needs_xla]
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
@@ -42,8 +39,8 @@ MODELS = {
 }
 BATCHES = {
     "bert": test_bert.micro_batch,
-    "gpt_neox": test_gpt_neox.micro_batch,
-    "llama": test_gpt_neox.micro_batch,
+    "gpt_neox": next_token_batch,
+    "llama": next_token_batch,
     "gpt": test_gpt.micro_batch,
 }
 LENGTH = 16
@@ -188,7 +185,7 @@ def masks_of_llama(mode, padded):
 
     model = build("llama", "xla")
     checkpoint_activations(model, mode)
-    batch = test_gpt_neox.micro_batch(0, padding="right" if padded else None)
+    batch = test_gpt_neox.right_padded(0) if padded else next_token_batch(0)
     loss = model(**{name: tensor.to("xla") for name, tensor in batch.items()}).loss
     loss.backward()
     launch.mark_step()

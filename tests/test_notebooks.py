@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 
 import nbformat
 import pytest
@@ -11,6 +10,7 @@ from papermill.exceptions import PapermillExecutionError
 from notebooks import run
 
 from .notebook_cases import BAD_PARAMETERS, MISTAKES, PARAMETER_SETS, QUICK, XLA_PARAMETERS
+from .pool import needs_xla
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NAMES = [path.stem for path in run.select([])]
@@ -64,7 +64,7 @@ def metrics(results, name):
     return [m["MeasuredValue"] for m in results["results"]["metrics"] if m["MetricName"] == name]
 
 
-@pytest.mark.skipif(find_spec("torch_xla") is None or find_spec("jax") is None, reason="needs torch-xla and jax")
+@needs_xla
 @pytest.mark.grid
 @pytest.mark.parametrize("name, parameters", XLA_PARAMETERS.items())
 def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compiling(

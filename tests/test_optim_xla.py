@@ -2,8 +2,6 @@
 the second step.
 """
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
@@ -17,10 +15,9 @@ from tutorial_lib.parallel_layers.utils import (
     set_tensor_model_parallel_attributes,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch_xla") is None or importlib.util.find_spec("jax") is None,
-    reason="needs torch-xla and jax",
-)
+from .pool import needs_xla
+
+pytestmark = needs_xla
 
 
 class Small(nn.Module):

@@ -14,6 +14,8 @@ from tutorial_lib.parallel_layers import comm, grads, mappings, parallel_state
 from tutorial_lib.parallel_layers.layers import RowParallelLinear
 from tutorial_lib.parallel_layers.sharding import partition_of
 
+from .parity import assert_messages
+
 HIDDEN, HEAD = 16, 4
 
 
@@ -206,22 +208,5 @@ BAD = {
 }
 
 
-def messages():
-    """What each case raises: on every rank by itself, so that none is left waiting for another."""
-    found = {}
-    for name, (case, _) in BAD.items():
-        try:
-            case()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("size", [2])
-def test_errors_name_the_numbers_on_all_ranks(ranks, size):
-    for found in ranks(messages, world_size=size, tp=size):
-        for name, (_, words) in BAD.items():
-            assert name in found and all(word in found[name] for word in words), (
-                name,
-                found.get(name),
-            )
+def test_errors_name_the_numbers_on_all_ranks(ranks):
+    assert_messages(ranks, __name__, "BAD", size=2)
