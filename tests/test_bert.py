@@ -125,6 +125,19 @@ def test_a_head_of_its_own_equals_hugging_faces(ranks, choice):
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def loss_in_bfloat16(choice, tokens):
+    torch.manual_seed(0)
+    model = BertForPreTraining(config(), *choice).to(torch.bfloat16).eval()
+    return model(**micro_batch(0), num_items_in_batch=torch.tensor([tokens, 2**20])).loss.item()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_bfloat16_models_loss_is_divided_by_the_exact_count(ranks, choice):
+    # 1001 is no bfloat16, 1000 is.
+    losses = [ranks(loss_in_bfloat16, choice, tokens, world_size=1)[0] for tokens in (1000, 1001)]
+    assert losses[0] / losses[1] == pytest.approx(1.001, abs=1e-5)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("preset, tied", [("tiny", True), ("full", True), ("tiny", False)])
 def test_parameters_in_closed_form(ranks, preset, choice, tied):

@@ -8,6 +8,7 @@ section 5).
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 
@@ -20,6 +21,16 @@ def causal_mask(length: int, device: torch.device, attention_mask: torch.Tensor 
     """
     later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
     return later if attention_mask is None else later | ~attention_mask.bool()[:, None, None, :]
+
+
+def hugging_face_mask(seen: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """The mask for Hugging Face's attention of what is seen: as it is for a fused kernel, else as numbers to add to
+    the scores. Unlike Hugging Face's own way there it depends on no value, so a step traces once.
+    """
+    if model.config._attn_implementation != "eager":
+        return seen
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, lowest)
 
 
 def core_attention(

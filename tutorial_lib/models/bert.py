@@ -16,6 +16,7 @@ from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
+from .attention import hugging_face_mask
 from .initialize import finish, initialize_sharded
 
 PRESETS = {
@@ -172,19 +173,18 @@ class BertForPreTraining(hf.BertForPreTraining):
             return output
         if num_items_in_batch is None:
             num_items_in_batch = self.count_targets({"labels": labels, "next_sentence_label": next_sentence_label})
-        tokens, sequences = num_items_in_batch.clamp(min=1).to(output.prediction_logits.dtype)
+        # In bfloat16 a count would have three digits.
+        exact = torch.promote_types(output.prediction_logits.dtype, torch.float32)
+        tokens, sequences = num_items_in_batch.clamp(min=1).to(exact)
         masked_lm = self._token_losses(output.prediction_logits, labels).sum() / tokens
         next_sentence = nn.functional.cross_entropy(output.seq_relationship_logits, next_sentence_label, reduction="sum")
         output.loss = masked_lm + next_sentence / sequences
         return output
 
     def _padding_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """`[B, 1, S, S]`: which tokens each one sees. Unlike Hugging Face's it depends on no value, so a step traces once."""
+        """`[B, 1, S, S]`: which tokens each one sees."""
         seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, attention_mask.size(1), -1)
-        if self.config._attn_implementation != "eager":
-            return seen
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)
+        return hugging_face_mask(seen, self)
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.shard_vocabulary:

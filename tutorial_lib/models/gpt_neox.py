@@ -18,6 +18,7 @@ from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEm
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
+from .attention import hugging_face_mask
 from .causal_lm import causal_lm_loss, count_targets
 from .dropout import ShardedDropout
 from .initialize import finish, initialize_sharded
@@ -184,7 +185,8 @@ class GPTNeoXModel(hf.GPTNeoXModel):
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=False, **kwargs):
         if use_cache or kwargs:
             if self.sequence_parallel_enabled:
-                raise ValueError(f"sequence parallel is for training: it takes no cache and no {', '.join(kwargs)}")
+                given = ", ".join([*(["use_cache"] if use_cache else []), *kwargs])
+                raise ValueError(f"sequence parallel is for training: it does not take {given}")
             return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs)
         length, tp_size = input_ids.size(1), parallel_state.get_tensor_model_parallel_size()
         if self.sequence_parallel_enabled:
@@ -256,11 +258,8 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=output.get("cache"))
 
     def _causal_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """`[B, 1, S, S]`: which keys a query sees. Unlike Hugging Face's it depends on no value, so a step traces once."""
+        """`[B, 1, S, S]`: which keys a query sees."""
         length = attention_mask.size(1)
         causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
         seen = causal & attention_mask.bool()[:, None, None, :]
-        if self.config._attn_implementation != "eager":
-            return seen
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)
+        return hugging_face_mask(seen, self)

@@ -122,9 +122,8 @@ def _gpt(run: Run, backend: str) -> tuple[float, float]:
         attention = _sdpa(run, backend)
     else:
         attention = around + config.num_attention_heads // tp * tokens * run.sequence * element
-    norms = (
-        tokens * (4 * hidden * element + 2 * statistics) / cut
-    )  # each its input and output; mean and deviation
+    # Each its input and output; mean and deviation.
+    norms = tokens * (4 * hidden * element + 2 * statistics) / cut
     mlp = tokens * 5 * run.features * element / tp  # gelu_new is written out
     return norms + attention + mlp, ends + (0 if flash else run.sequence**2)
 
@@ -164,7 +163,7 @@ def _bert(run: Run, backend: str) -> tuple[float, float]:
     if run.options.get("shard_vocabulary"):
         ends += rows + _ids(run, backend) + 2 * max(4, element) + element
     else:
-        ends += rows + 4 * element
+        ends += rows + 2 * element + 2 * max(4, element)
     if run.checkpointing == "full":
         return stream, ends + tokens
     features = tokens * run.features * element / (run.tp if run.options.get("shard_mlp") else 1)

@@ -81,9 +81,8 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
 def _step(run: Run) -> Iterator[Collective]:
     """Counts and loss; gradients, their norm, and with ZeRO-1 the weights."""
     dp, wide, bert = run.dp, _wide(run), run.family == "bert"
-    loss = run.dtype if bert and not run.options.get("shard_vocabulary") else wide
     yield Collective("all_reduce", dp, (2,) if bert else (), torch.int64, "dp")
-    yield Collective("all_reduce", dp, (), loss, "dp")
+    yield Collective("all_reduce", dp, (), wide, "dp")
 
     held = parameters(run)
     gradient = wide if run.float32_gradients else run.dtype
