@@ -251,6 +251,11 @@ def test_command_line(tmp_path, capsys):
         (["llama2-7b", "--tp", "5"], "32 is not divisible by 5"),
         (["nothing"], "'nothing' is neither a folder nor one of"),
         (["llama2-7b", "--dp", "4", "--nodes", "2"], "say the same thing twice"),
+        (["llama2-7b", "--nodes", "0"], "0 nodes of 32 cores hold no whole number of 8 ranks"),
+        (
+            ["gpt-neox-20b", "--tp", "64", "--nodes", "3"],
+            "3 nodes of 32 cores hold no whole number of 64 ranks",
+        ),
         (["llama2-7b", "--checkpointing", "some"], "'some' of llama is not one of"),
         (["llama2-7b", "--instance", "p5"], "unknown fields p5"),
     ]:

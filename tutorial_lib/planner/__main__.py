@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from tutorial_lib.runs import TUTORIALS, Run
 
-from . import INSTANCES, Plan, custom, report
+from . import INSTANCES, Plan, custom, report, scaled
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,7 +70,8 @@ def _plan(chosen: argparse.Namespace) -> Plan:
             raise ValueError(
                 f"--nodes {chosen.nodes} and --dp {chosen.dp} say the same thing twice"
             )
-        changes["dp"] = max(1, chosen.nodes * instance.cores // changes.get("tp", run.tp))
+        one = Plan(run.change(**changes, dp=1), instance, chosen.backend)
+        return scaled(one, [chosen.nodes])[0]
     return Plan(run.change(**changes), instance, chosen.backend)
 
 

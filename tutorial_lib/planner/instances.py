@@ -20,9 +20,8 @@ class Instance:
     single_operations: float  # in float32
     memory_bandwidth: float  # bytes, of a core
     network: float  # bytes, of the node
-    link: float | None = (
-        None  # bytes that a core sends to others of its node; None where not published
-    )
+    # Bytes that a core sends to others of its node; None where that is not published.
+    link: float | None = None
 
     def __post_init__(self):
         for field in fields(self)[1:]:
