@@ -8,7 +8,6 @@ are stored contiguous and without compression, so that readers can map them.
 
 import importlib.metadata
 import io
-import os
 import random
 import shutil
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from data_scripts.articles import deal, texts_at
 from data_scripts.bert_samples import Document, Vocabulary, mask_tokens, sentence_pairs
 from data_scripts.corpus import ARTICLES
+from data_scripts.cores import one_core
 from data_scripts.files import Stage, ensure
 from data_scripts.wordpiece import (
     SPECIAL_TOKENS,
@@ -168,7 +168,6 @@ def _run(jobs: list[_Shard], workers: int, progress: bool) -> dict[str, dict]:
 
 def _write_shard(job: _Shard) -> dict:
     options = job.options
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
     tokenizer = load_wordpiece(job.vocab, lowercase=options.lowercase)
     special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     vocabulary = Vocabulary(
@@ -179,7 +178,8 @@ def _write_shard(job: _Shard) -> dict:
         special["[MASK]"],
         frozenset(special.values()),
     )
-    documents = _documents(job, tokenizer)
+    with one_core():
+        documents = _documents(job, tokenizer)
     if len(documents) < 2:
         raise ValueError(
             f"{job.path.name}: {len(documents)} of its {len(job.offsets)} articles have two "

@@ -6,9 +6,9 @@ What is there already is verified and kept; what a changed parameter concerns is
 import argparse
 import dataclasses
 import logging
-import os
 from pathlib import Path
 
+from data_scripts import cores
 from data_scripts.bert_hdf5 import BertOptions, prepare_bert
 from data_scripts.blocks import BlockOptions, prepare_blocks
 from data_scripts.corpus import prepare_corpus
@@ -59,7 +59,7 @@ def prepare(
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
-    workers = _cores() if workers is None else workers
+    workers = cores.available() if workers is None else workers
     if workers < 1:
         raise ValueError(f"workers is {workers}, must be at least 1")
     options_class, prepare_format = FORMATS[format]
@@ -73,12 +73,6 @@ def prepare(
     return prepare_format(
         data_dir, corpus, tokenizer, vocab_size, settings, workers=workers, progress=progress
     )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux: those that we may use
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

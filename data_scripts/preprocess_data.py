@@ -8,11 +8,10 @@ number of workers.
 
 import argparse
 import logging
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +26,7 @@ from data_scripts.byte_pair import (
     load_byte_pair,
     train_byte_pair,
 )
+from data_scripts.cores import one_core
 from data_scripts.json_lines import blocks, read_block, texts
 from tutorial_lib.data.indexed_dataset import token_dtype
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
@@ -129,7 +129,7 @@ def _in_order(job: Tokenize, tokenizer: Tokenizer, workers: int) -> Iterator[tup
     parts = blocks(job.input)
     workers = min(workers, len(parts))
     if workers <= 1:
-        with _one_core():
+        with one_core():
             for block in parts:
                 yield block[1], _tokenize_block(job, tokenizer, *block)
         return
@@ -150,21 +150,6 @@ def _in_order(job: Tokenize, tokenizer: Tokenizer, workers: int) -> Iterator[tup
             raise
 
 
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Else the tokenizer's threads would make one worker take all cores."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 _of_this_worker: tuple[Tokenize, Tokenizer]
 
 
@@ -174,7 +159,7 @@ def _start_worker(job: Tokenize) -> None:
 
 
 def _work(start: int, stop: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    with _one_core():
+    with one_core():
         return _tokenize_block(*_of_this_worker, start, stop)
 
 

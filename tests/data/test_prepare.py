@@ -51,6 +51,12 @@ def tiny(tmp_path):
     return {"data_dir": tmp_path / "data", "dump": dump, **options}
 
 
+def test_one_worker_leaves_the_environment_as_it_was(tiny, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    prepare("bert", **tiny)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
 def test_same_bytes_from_one_and_four_workers(bert, tmp_path):
     again = prepare("bert", data_dir=tmp_path, workers=4, progress=False)
     assert again.folder.name == bert.folder.name
