@@ -68,9 +68,8 @@ class DryRun:
     model_parameters: int  # of the whole model, without padding
     nbytes: dict[str, int]  # held at the end of the last micro-batch, by kind
     saved: list[memory.Saved]  # by autograd for the backward pass of a micro-batch
-    operations: (
-        int  # of matrix multiplications and attention in a step, two for each multiply and add
-    )
+    # Of matrix multiplications and attention in a step, two for each multiply and add.
+    operations: int
     collectives: list[comm.Collective]  # of a step, in order
     files: dict[str, StateFile]  # that a checkpoint has of this rank
 

@@ -57,7 +57,8 @@ class Mesh:
         world_size: number of ranks, one process each.
         tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on every rank.
         backend: `cpu`, `cuda` or `xla`.
-        timeout: seconds that a collective waits for its peers before it raises. By default 20, and 3600 on Trainium.
+        timeout: seconds that a collective waits for its peers before it raises. By default 20; with XLA, which
+            compiles meanwhile, 120 on CPUs and 3600 on Trainium.
         threads: threads each rank computes with.
         launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
         slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.

@@ -2,6 +2,7 @@
 
 from transformers import GPT2Config
 
+from tutorial_lib.parallel_layers.pad import get_padded_vocab_size
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 VOCABULARY_MULTIPLE = 128  # of the rows of the vocabulary on each rank, as in Megatron-LM
@@ -56,8 +57,7 @@ def feed_forward_size(config: GPT2Config) -> int:
 
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     """Rows of the embedding over all ranks: the next multiple of 128 on each."""
-    rows = VOCABULARY_MULTIPLE * tp_size
-    return -(-vocab_size // rows) * rows
+    return get_padded_vocab_size(vocab_size, tp_size, VOCABULARY_MULTIPLE)
 
 
 def parameter_count(config: GPT2Config, tp_size: int) -> int:

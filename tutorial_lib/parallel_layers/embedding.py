@@ -147,9 +147,8 @@ class ParallelEmbedding(ShardedModule):
         return self._collect(rows) if self.collect_output else rows
 
     def _look_up(self, local: torch.Tensor, owned: torch.Tensor | None = None) -> torch.Tensor:
-        if (
-            self.max_norm is not None
-        ):  # rows that were only looked up in place of another rank's stay as they are
+        if self.max_norm is not None:
+            # Rows that were only looked up in place of another rank's stay as they are.
             with torch.no_grad():
                 ids = local.flatten() if owned is None else local[owned]
                 torch.embedding_renorm_(self.weight, ids, self.max_norm, self.norm_type)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .rank_layout import ParallelGroups, ReplicaGroups, arrange_kv_groups, layout, same_weight_groups
+from .rank_layout import (
+    ParallelGroups,
+    ReplicaGroups,
+    arrange_kv_groups,
+    layout,
+    same_weight_groups,
+)
+
+_MESH_AXES = ("tp", "dp", "pp", "ep_model", "ep_data", "cp")
+
 
 @dataclass(frozen=True)
 class _Axis:
@@ -31,9 +40,6 @@ class _Axis:
 
 _axes: dict[str, _Axis] = {}
 _world: ProcessGroup | None = None  # the world that the axes were made in
-
-
-_MESH_AXES = ("tp", "dp", "pp", "ep_model", "ep_data", "cp")
 
 
 def initialize_model_parallel(

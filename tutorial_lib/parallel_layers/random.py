@@ -23,12 +23,10 @@ from tutorial_lib import launch
 from . import parallel_state
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-_TENSOR_PARALLEL_OFFSET = (
-    2718  # between the default stream's seed and those of the tensor-parallel ranks
-)
-_DATA_PARALLEL_OFFSET = (
-    1_000_003  # between replicas: a prime above any number of tensor-parallel ranks
-)
+# Between the default stream's seed and those of the tensor-parallel ranks.
+_TENSOR_PARALLEL_OFFSET = 2718
+# Between replicas: a prime above any number of tensor-parallel ranks.
+_DATA_PARALLEL_OFFSET = 1_000_003
 
 State = dict[str, torch.Tensor]
 
@@ -135,6 +133,12 @@ def get_xla_rng_tracker() -> XLARNGStatesTracker:
     return _tracker
 
 
+def _replica() -> int:
+    """The number of this rank among those that hold the same weights, over data and context parallelism."""
+    cp = parallel_state.get_context_model_parallel_size()
+    return parallel_state.get_data_parallel_rank() * cp + parallel_state.get_context_model_parallel_rank()
+
+
 def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False) -> None:
     """Seeds the default stream and starts the model-parallel one, on the host and on the device.
 
@@ -154,11 +158,7 @@ def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False
         seed: the same on every rank.
         data_parallel_offset: give each replica a default stream of its own.
     """
-    replica = (
-        parallel_state.get_data_parallel_rank() * parallel_state.get_context_model_parallel_size()
-    )
-    replica += parallel_state.get_context_model_parallel_rank()
-    own = seed + _DATA_PARALLEL_OFFSET * replica
+    own = seed + _DATA_PARALLEL_OFFSET * _replica()
     _seed_default(own if data_parallel_offset else seed)
     _tracker.reset()
     _tracker.add(
@@ -174,13 +174,10 @@ def separate_replicas() -> None:
     The seed is drawn from the stream as it stands, which the ranks of a tensor-parallel group
     share, and they go on sharing. `train` calls it before its first step.
     """
-    dp, cp = parallel_state.get_data_parallel_size(), parallel_state.get_context_model_parallel_size()
-    if dp * cp == 1:
+    if len(parallel_state.get_zero1_sharding_groups()[0]) == 1:
         return
     seed = int(torch.randint(2**31, ()))
-    replica = parallel_state.get_data_parallel_rank() * cp
-    replica += parallel_state.get_context_model_parallel_rank()
-    if replica:
+    if replica := _replica():
         _seed_default(seed + _DATA_PARALLEL_OFFSET * replica)
 
 

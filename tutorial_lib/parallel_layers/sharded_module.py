@@ -163,8 +163,7 @@ def materialize(
         module.reset_parameters() if initialize is None else initialize(module)
         for key, before in own.items():
             _, first = replaced.setdefault(id(before), (before, getattr(module, key)))
-            vars(first).update(
-                vars(before)
-            )  # a tied parameter may stand first in a module that knows no marks
+            # A tied parameter may stand first in a module that knows no marks.
+            vars(first).update(vars(before))
             setattr(module, key, first)
     return model

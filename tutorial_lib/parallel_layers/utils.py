@@ -32,7 +32,7 @@ def divide(numerator: int, denominator: int, what: str = "") -> int:
 def split_tensor_along_dim(
     tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Equal chunks of `tensor` along `dim`: views, or copies if `contiguous_split_chunks`."""
+    """Equal chunks of `tensor` along `dim`: views; with `contiguous_split_chunks` copies where a view is not contiguous."""
     size = divide(tensor.size(dim), num_partitions, f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}")
     chunks = torch.split(tensor, size, dim=dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
@@ -107,7 +107,11 @@ def is_tensor_parallel(parameter: torch.Tensor) -> bool:
 
 
 def param_is_not_tensor_parallel_duplicate(parameter: torch.Tensor) -> bool:
-    """True on exactly one rank of the tensor-parallel group for each distinct value, so that a sum counts it once."""
+    """True for a sharded parameter, and for a replicated one on the first rank of the tensor-parallel group alone.
+
+    So a sum counts each value once, but for key and value heads that a kv group shares (`kv_shared_numel`); `get_grad_norm`
+    knows those too.
+    """
     return is_tensor_parallel(parameter) or parallel_state.get_tensor_model_parallel_rank() == 0
 
 

@@ -125,9 +125,8 @@ def neuronx_distributed_config(
             context_parallel_size,
             expert_parallel_size,
         )
-        if not mesh_is(
-            initialize_model_parallel(*sizes, mesh_only=True)
-        ):  # a new one would lose a model's kv groups
+        # A mesh that is up stays: a new one would lose a model's kv groups.
+        if not mesh_is(initialize_model_parallel(*sizes, mesh_only=True)):
             initialize_model_parallel(*sizes)
     return {
         "tensor_parallel_size": tensor_parallel_size,
