@@ -297,7 +297,7 @@ def bad_save(folder, kind):
         ("object", ValueError, "user_content['args']['path'] is of type builtins.module"),
         ("tag", ValueError, "'a/b'"),
         ("kept", ValueError, "not 0"),
-        ("workers", ValueError, "not 0"),
+        ("workers", ValueError, "num_workers is 0"),
         ("where", OSError, "/sys/checkpoint"),
     ],
 )

@@ -3,16 +3,19 @@ More in `test_checkpoint` (spoiled shards, foreign models, full disks), `test_ch
 `test_checkpoint_tools`.
 """
 
+import enum
 import errno
 import json
 import os
 import pickle
 import resource
+import shutil
 import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -296,7 +299,7 @@ def test_a_checkpoint_that_is_replaced_is_there_all_the_time(tmp_path):
     """Somebody else lists the folder meanwhile."""
 
     def save():
-        tags.publish(tags.begin(tmp_path, "step_1"), 1, {}, {"tp": 1})
+        tags.publish(tags.begin(tmp_path, "step_1"), 1, {}, {"tp": 1, "pp": 1})
 
     def watch():
         while not over.is_set():
@@ -312,3 +315,166 @@ def test_a_checkpoint_that_is_replaced_is_there_all_the_time(tmp_path):
     over.set()
     thread.join()
     assert len(seen) > 50 and all(tags == ["step_1"] for tags in seen)
+
+
+BAD = {
+    "num_workers": ["8", 2.5, 0, True],
+    "num_kept_ckpts": ["2", 1.5, 0, True],
+    "step": ["a", 1.5, -1, True],
+    "model": [5],
+    "optimizer": [5],
+    "scheduler": [5],
+    "tag": [None, b"a", ["a"], "a\0b", "a\nb", "\ud800"],
+    "checkpoint_dir_str": [None, 5, ""],
+}
+
+
+def save_badly(folder, name, value, everywhere):
+    bad = {name: value} if everywhere or parallel_state.get_tensor_model_parallel_rank() else {}
+    save_checkpoint(**{"checkpoint_dir_str": folder, "tag": "t_1", "model": Standin(), **bad})
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_of_a_wrong_type(ranks, tmp_path, name):
+    """On one rank only, too: the others do not wait for it."""
+    for value in BAD[name]:
+        for everywhere in (True, False):
+            arguments = (save_badly, str(tmp_path), name, value, everywhere)
+            found = ranks(attempt, *arguments, world_size=2, tp=2, timeout=30)
+            for kind, message in found:
+                assert kind is ValueError and repr(value) in message, (name, value, message)
+    assert os.listdir(tmp_path) == []
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+UNREADABLE = {
+    "key": {"a": {Color.RED: 1}},
+    "keys": {"a": {(1, Color.RED): 1}},
+    "date": {"a": np.datetime64("2020-01-01")},
+    "record": {"a": np.zeros(2, dtype=[("x", "i4")])},
+    "long": {"a": np.longdouble(3)},
+    "sparse": {"a": torch.eye(3).to_sparse()},
+    "meta": {"a": torch.empty(3, device="meta")},
+}
+
+
+def save_content(folder, kind):
+    save_checkpoint(folder, "t_1", Standin(), user_content=UNREADABLE[kind])
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_could_not_be_read_again_is_not_saved(ranks, tmp_path, kind):
+    for error, message in ranks(attempt, save_content, str(tmp_path), kind, world_size=2, tp=2):
+        assert error is ValueError and "user_content" in message, message
+    assert os.listdir(tmp_path) == []
+
+
+MARKERS = {"step": "a", "sequence": 1.5, "mesh": {"tp": "x", "pp": 1}, "files": [1]}
+
+
+@pytest.mark.parametrize("entry", MARKERS)
+def test_a_marker_with_a_wrong_entry_hides_no_other_checkpoint(ranks, tmp_path, entry):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    other = tmp_path / "step_2"
+    shutil.copytree(tmp_path / "step_1", other)
+    marker = json.loads((other / "done").read_text())
+    (other / "done").write_text(json.dumps({**marker, entry: MARKERS[entry]}))
+    (tmp_path / "step_3" / "done").mkdir(parents=True)
+    assert [item.tag for item in tags.complete(tmp_path)] == ["step_1"]
+    assert tags.incomplete(tmp_path) == [other]
+
+
+def test_rotation_leaves_what_no_save_has_made(ranks, tmp_path):
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "checkpoint").write_text('model_checkpoint_path: "m"')
+    ranks(save, str(tmp_path), num_kept_ckpts=1, world_size=2, tp=2)
+    assert (tmp_path / "run" / "checkpoint").is_dir()
+    assert (tmp_path / "tensorflow" / "checkpoint").is_file()
+
+
+METADATA = {
+    "tied": lambda found: found.pop("tied"),
+    "config": lambda found: found.update(config=5),
+    "optimizer": lambda found: found.pop("optimizer"),
+    "nn": lambda found: found["model"]["norm"].update(dtype="nn"),
+    "shape": lambda found: found["model"]["norm"].update(shape="ab"),
+    "dim": lambda found: found["model"]["down"]["partition"].update(dim=7),
+}
+
+
+@pytest.mark.parametrize("entry", METADATA)
+def test_metadata_with_a_wrong_entry(ranks, tmp_path, capsys, entry):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    file = tmp_path / "step_1" / "metadata.json"
+    found = json.loads(file.read_text())
+    METADATA[entry](found)
+    file.write_text(json.dumps(found))
+    resharded = ["reshard", str(tmp_path / "r"), "--tp", "1"]
+    commands = ["inspect"], ["merge", str(tmp_path / "m")], resharded
+    for reason in ("metadata.json has", "truncated or broken"):
+        for name, *rest in commands:
+            assert main([name, str(tmp_path / "step_1"), *rest]) == 1
+            assert f"{file}" in (error := capsys.readouterr().err) and reason in error, error
+        (tmp_path / "step_1" / "done").write_text("1")
+
+
+def test_a_shard_that_another_library_lost(ranks, tmp_path, capsys):
+    ranks(save, str(tmp_path), world_size=2, tp=2)
+    as_vendor(tmp_path / "step_1")
+    os.remove(tmp_path / "step_1" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    for command in (["verify"], ["inspect"], ["convert", str(tmp_path / "c"), "--to", "xser"]):
+        main([command[0], str(tmp_path / "step_1"), *command[1:]])
+        said = "".join(capsys.readouterr())
+        assert "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt" in said and "missing" in said
+    assert not (tmp_path / "c").exists()
+
+
+def save_with(folder, scheduler):
+    model, optimizer, _ = build()
+    save_checkpoint(folder, "step_1", model, optimizer, scheduler(optimizer))
+
+
+def load_into(folder, optimizer, scheduler):
+    model, _, other = build()
+    load_checkpoint(folder, None, model, optimizer(model), other if scheduler else None)
+
+
+def _groups(model):
+    return torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+
+
+def _adam(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def _milestones(optimizer):
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "optimizer, scheduler, name", [(_groups, False, "optim"), (_adam, True, "scheduler.pt")]
+)
+def test_another_optimizer_or_scheduler(ranks, tmp_path, optimizer, scheduler, name):
+    ranks(save_with, str(tmp_path), _milestones, world_size=2, tp=2)
+    words = [str(tmp_path / "step_1" / name), "is of another"]
+    refused(ranks, tmp_path, load_into, words, optimizer, scheduler, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+def test_a_tag_that_is_something_else(ranks, tmp_path, kind):
+    """Seen before anything is written."""
+    tag = tmp_path / "run" / "step_1"
+    tag.parent.mkdir()
+    if kind == "link":
+        tag.symlink_to("step_0")
+    elif kind == "file":
+        tag.write_text("mine")
+    else:
+        (tag / "mine").mkdir(parents=True)
+    refused(ranks, tmp_path / "run", save, [str(tag), "no checkpoint"], world_size=2)
+    assert os.listdir(tmp_path / "run") == ["step_1"]
+    assert tag.is_symlink() or tag.is_file() or os.listdir(tag) == ["mine"]

@@ -18,22 +18,34 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m tutorial_lib.checkpoint", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
 
-    def add(name: str, summary: str, output: bool = True) -> argparse.ArgumentParser:
+    def add(
+        name: str,
+        summary: str,
+        output: str | None = "the checkpoint to be, FOLDER/TAG; has to be new",
+        source: str = "a checkpoint, or a folder of them: the latest",
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("source", help="a checkpoint, or a folder of them: the latest")
+        command.add_argument("source", help=source)
         if output:
-            command.add_argument("output", help="where to write; has to be new")
+            command.add_argument("output", help=output)
         return command
 
-    add("inspect", "what a checkpoint holds, and what is missing", output=False)
-    add("verify", "is it complete, unaltered, and do its shards agree", output=False)
+    add("inspect", "what a checkpoint holds, and what is missing", None)
+    add("verify", "is it complete, unaltered, and do its shards agree", None)
     command = add(
-        "merge", "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens"
+        "merge",
+        "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
+        "a file that ends in .safetensors, or a folder; has to be new",
     )
     command.add_argument(
-        "--names", choices=("auto", "huggingface", "own"), default="auto", help="of the tensors"
+        "--names",
+        choices=merge.NAMES,
+        default="auto",
+        help="of the tensors; auto: own for a file, huggingface for a folder",
     )
-    command = add("split", "from a Hugging Face folder to a checkpoint")
+    command = add(
+        "split", "from a Hugging Face folder to a checkpoint", source="a Hugging Face folder"
+    )
     command.add_argument("--tp", type=int, required=True, help="tensor-parallel size")
     command.add_argument("--xser", action="store_true", help="one file a tensor")
     command.add_argument("--pad", action="store_true", help="pad a vocabulary that does not divide")
@@ -83,12 +95,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(merge.merge(args.source, args.output, args.names))
         elif args.command == "split":
             split.split(args.source, args.output, args.tp, args.xser, args.pad, **dict(args.option))
+            print(args.output)
         elif args.command == "reshard":
             reshard.reshard(
                 args.source, args.output, args.tp, args.dp, args.xser, args.pad, args.vendor
             )
+            print(args.output)
         else:
             convert.convert(args.source, args.output, args.to == "xser")
+            print(args.output)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -7,6 +7,8 @@ several of Hugging Face's. In files a tensor may have an older name, which trans
 """
 
 import importlib
+import inspect
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -118,7 +120,7 @@ def architecture_of(config: dict | None) -> Architecture:
         ValueError: no configuration, or an architecture that is not known here.
     """
     kind = (config or {}).get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(f"model_type {kind!r} is not one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[kind]
 
@@ -161,6 +163,15 @@ def pieces(layout: Layout, names: tuple[str, ...]) -> list[tuple[str, int, int]]
     return list(zip(names, starts, sizes))
 
 
+def completed(config: dict) -> dict:
+    """Hugging Face's configuration with all of its fields, those left at their defaults too."""
+    from transformers import AutoConfig
+
+    given = {name: value for name, value in config.items() if name != "model_type"}
+    whole = AutoConfig.for_model(config["model_type"], **given)
+    return json.loads(whole.to_json_string(use_diff=False))
+
+
 def describe_model(config: dict, options: dict) -> tuple[dict[str, Layout], list[list[str]]]:
     """Layouts (of one rank) and ties of the parallel model of a configuration; nothing is
     allocated.
@@ -168,10 +179,18 @@ def describe_model(config: dict, options: dict) -> tuple[dict[str, Layout], list
     Args:
         config: Hugging Face's.
         options: further arguments of the model's class, such as `shard_vocabulary=True`.
+
+    Raises:
+        ValueError: the class does not take these options.
     """
     from transformers import AutoConfig
 
     cls, kind = architecture_of(config).model_class(), config["model_type"]
+    known = list(inspect.signature(cls).parameters)[1:]  # after the configuration
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(
+            f"{cls.__name__} has no option {', '.join(unknown)}; it takes {', '.join(known)}"
+        )
     with _world_of_one(), torch.device("meta"):
         model = cls(
             AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}),

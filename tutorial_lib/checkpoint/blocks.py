@@ -42,6 +42,9 @@ def rows_in_block(tensor: torch.Tensor) -> int:
 def full_blocks(reader: Reader, name: str, layout: Layout) -> Iterator[Block]:
     """The full tensor, without padding, of shards that are cut by `layout`; in any order."""
     entries = {rank: reader.entry(name, rank, layout) for rank in layout.sources()}
+    for file, entry in entries.values():
+        if entry.dtype != layout.dtype:
+            raise ValueError(f"{file.path}: {name} is {entry.dtype}, {layout.dtype} was expected")
     cut = layout.partition
     if cut is None:
         yield from stored_blocks(*entries[0])

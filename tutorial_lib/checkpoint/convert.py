@@ -28,6 +28,8 @@ def convert(source: str | Path, output: str | Path, xser: bool) -> None:
     """
     reader = open_checkpoint(source)
     output = check_output(output, source, reader.path)
+    if missing := reader.missing():
+        raise FileNotFoundError(f"{missing[0]} is missing")
 
     def write(aside: Path) -> Digests:
         written = copy_objects(reader, aside, OBJECTS)

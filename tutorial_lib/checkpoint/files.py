@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+NUMPY_KINDS = "?bhilqBHILQefdFDSU"  # the dtypes of arrays that may stand in a file
 CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
 
 
@@ -77,8 +78,7 @@ def _safe_globals() -> list:
             (getattr(multiarray, name), f"{package}.multiarray.{name}")
             for package in ("numpy.core", "numpy._core")
         ]
-    kinds = "?bhilqBHILQefdFDSU"
-    allowed += list({type(np.dtype(kind)): None for kind in kinds})
+    allowed += list({type(np.dtype(kind)): None for kind in NUMPY_KINDS})
     return allowed
 
 

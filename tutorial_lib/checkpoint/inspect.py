@@ -35,8 +35,9 @@ def inspect(path: str | Path) -> str:
 
 
 def _describe(checkpoint: tags.Complete) -> list[str]:
-    missing = [name for name in checkpoint.files if not (checkpoint.path / name).is_file()]
     reader = Reader(checkpoint, check=False)
+    missing = {name for name in checkpoint.files if not (checkpoint.path / name).is_file()}
+    missing |= {str(file.relative_to(reader.path)) for file in reader.missing()}
     size = sum(file.stat().st_size for file in checkpoint.path.rglob("*") if file.is_file())
     sizes = ", ".join(f"{axis} {n}" for axis, n in reader.mesh.items())
     form = (
@@ -51,8 +52,9 @@ def _describe(checkpoint: tags.Complete) -> list[str]:
         f"size        {size / 1e6:.1f} MB in {sum(len(files_of(f)) for f in reader.files())} files "
         f"of tensors, {form}",
     ]
-    if reader.metadata is None:
-        lines.append("written by another library: full shapes and cuts are not recorded")
+    if reader.layouts is None:
+        who = "another library" if reader.metadata is None else "a dict without parameters' marks"
+        lines.append(f"saved by {who}: full shapes and cuts are not recorded")
         first = next((f for f in reader.files() if f.parent.name == "model"), None)
         if first is not None:
             lines.append(
@@ -79,7 +81,7 @@ def _describe(checkpoint: tags.Complete) -> list[str]:
         lines.append(f"optimizer   {'none' if optimizer is None else zero}")
     others = [n for n in ("scheduler.pt", "user_content.pt", "random_state.pt") if reader.has(n)]
     lines.append(f"besides     {', '.join(others) or 'nothing'}")
-    lines.append(f"missing     {', '.join(missing) or 'nothing'}")
+    lines.append(f"missing     {', '.join(sorted(missing)) or 'nothing'}")
     if layouts := reader.layouts:
         width = max(len(name) for name in layouts)
         lines += ["", *(f"{n:{width}}  {_form(x)}" for n, x in layouts.items())]

@@ -16,6 +16,8 @@ from ..parallel_layers.utils import divide
 from .files import Digest, write_text
 
 METADATA = "metadata.json"
+MAYBE = (dict, type(None))
+ENTRIES = {"mesh": dict, "config": MAYBE, "model": MAYBE, "tied": list, "optimizer": MAYBE}
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,11 @@ def from_json(entries: dict) -> dict[str, Layout]:
         cut = entry.get("partition")
         if cut is not None:
             cut = Partition(**{k: tuple(v) if isinstance(v, list) else v for k, v in cut.items()})
-        result[name] = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), cut)
+        layout = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), cut)
+        if not isinstance(layout.dtype, torch.dtype):
+            raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
+        torch.Size(layout.local_shape())  # raises what these numbers are not
+        result[name] = layout
     return result
 
 
@@ -152,7 +158,8 @@ def write_metadata(folder: str | Path, metadata: dict) -> Digest:
 
 
 def read_metadata(folder: str | Path) -> dict | None:
-    """The metadata of a checkpoint, with `model` as layouts; None where another library wrote it.
+    """The metadata of a checkpoint, with `model` as layouts (None where whoever saved did not say
+    how the tensors are cut); None where another library wrote the checkpoint.
 
     Raises:
         ValueError: the file is broken, with its path.
@@ -162,7 +169,12 @@ def read_metadata(folder: str | Path) -> dict | None:
         return None
     try:
         metadata = json.loads(path.read_text())
-        metadata["model"] = from_json(metadata["model"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is truncated or broken: {error}") from error
+        for name, kinds in ENTRIES.items():
+            if not isinstance(metadata[name], kinds):
+                raise ValueError(f"{name} is {metadata[name]!r}")
+        if metadata["model"] is not None:
+            metadata["model"] = from_json(metadata["model"])
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is truncated or broken: {reason}") from error
     return metadata

@@ -69,7 +69,10 @@ class LazyFile:
         """The object of one file, each tensor replaced by one without data; ties stay ties."""
         mapped = read_object(path, mmap=True)  # nothing of it is read but the object's skeleton
         storages: set[int] = set()
-        map_tensors(mapped, lambda t: storages.add(_address(t)) if t.numel() else None)
+        where = str(path)
+        map_tensors(
+            mapped, lambda t: storages.add(_address(t)) if t.numel() else None, where=where
+        )
         base = _base(path, sorted(storages)) if storages else 0
         seen: dict[tuple, torch.Tensor] = {}
 

@@ -3,6 +3,7 @@ mesh too.
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,8 +57,19 @@ def load_checkpoint(
             that do not go together. With the file's name, on every rank.
     """
     background.finalize_checkpoint()
-    if use_zero1_dcp:
-        raise ValueError("use_zero1_dcp is not supported")
+
+    def check() -> None:
+        if use_zero1_dcp:
+            raise ValueError("use_zero1_dcp is not supported")
+        ranks.check_folder(path)
+        ranks.waves(num_workers)
+        if not (model is None or isinstance(model, (dict, torch.nn.Module))):
+            raise ValueError(f"model {model!r} is neither a module nor a dict")
+        for name, what in {"optimizer": optimizer, "scheduler": scheduler}.items():
+            if not (what is None or isinstance(what, dict) or hasattr(what, "load_state_dict")):
+                raise ValueError(f"{name} {what!r} has no load_state_dict and is no dict")
+
+    ranks.together(check)
     chosen = ranks.from_rank_zero(lambda: _choose(Path(path), tag))
     source = ranks.together(reader.Reader, chosen)
     place, same = ranks.my_place(), ranks.together(_same_mesh, source)
@@ -77,14 +89,31 @@ def load_checkpoint(
         state = ranks.in_turn(
             lambda: read_optimizer(source, targets, optimizer, names), num_workers
         )
-        ranks.together(load_optimizer, optimizer, state)
+        ranks.together(_fill, optimizer, state, source.path / "optim", load_optimizer)
     if scheduler is not None:
-        scheduler.load_state_dict(ranks.together(source.object, "scheduler.pt"))
+        state = ranks.together(source.object, "scheduler.pt")
+        ranks.together(_fill, scheduler, state, source.path / "scheduler.pt", _load_scheduler)
     if restore_random_state or (restore_random_state is None and optimizer is not None):
         ranks.together(_restore, source, same)
     return ranks.together(
         lambda: source.object("user_content.pt") if source.has("user_content.pt") else None
     )
+
+
+def _load_scheduler(scheduler, state: dict) -> None:
+    if isinstance(scheduler, dict):
+        scheduler.update(state)
+    else:
+        scheduler.load_state_dict(state)
+
+
+def _fill(target, state: dict, file: Path, load: Callable[[object, dict], None]) -> None:
+    """`load(target, state)`; what that objects to is said with the file."""
+    try:
+        load(target, state)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        name = type(target).__name__
+        raise ValueError(f"{file} is of another {name}: {error}") from error
 
 
 def _choose(folder: Path, tag: str | None) -> tags.Complete:
@@ -140,7 +169,7 @@ def _check_shared_parts(source: reader.Reader, live: dict) -> None:
             raise ValueError(
                 f"{source.model_file(rank)}: {name} is not what the rank before has of it. Key and "
                 f"value heads lie on the {source.tp} ranks in another order than here, and there "
-                "is no metadata.json to say which"
+                "is nothing that says which"
             )
 
 
@@ -160,12 +189,20 @@ def _load_model(model, weights: dict, strict: bool, file: Path) -> None:
     wrong = [
         f"{name} {tuple(weights[name].shape)}, here {tuple(live[name].shape)}"
         for name in live.keys() & weights.keys()
-        if isinstance(live[name], torch.Tensor) and weights[name].shape != live[name].shape
+        if isinstance(live[name], torch.Tensor)
+        and isinstance(weights[name], torch.Tensor)
+        and weights[name].shape != live[name].shape
     ]
     if wrong:
         raise ValueError(f"{file} is of another model: {_some(sorted(wrong))}")
     if dist.get_rank() == 0 and (
-        cast := [n for n in live if n in weights and weights[n].dtype != live[n].dtype]
+        cast := [
+            n
+            for n in live
+            if isinstance(live[n], torch.Tensor)
+            and isinstance(weights.get(n), torch.Tensor)
+            and weights[n].dtype != live[n].dtype
+        ]
     ):
         first = cast[0]
         warnings.warn(

@@ -3,17 +3,18 @@
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from .architectures import architecture_of, pieces
 from .blocks import full_blocks, overlap
+from .files import write_text
 from .reader import Reader
 from .stream import SafetensorsSink, form
 from .tools import check_output, described, open_checkpoint, progress
 
+NAMES = ("auto", "huggingface", "own")
 Names = dict[str, tuple[str, ...]]  # of a tensor here → in the file to be
 
 
@@ -32,18 +33,26 @@ def merge(source: str | Path, output: str | Path, names: str = "auto") -> Path:
         ValueError, FileNotFoundError, FileExistsError: see `tools`; an architecture that is not
             known, a broken file.
     """
+    if names not in NAMES:
+        raise ValueError(f"names {names!r} is not one of {', '.join(NAMES)}")
     reader = described(open_checkpoint(source))
     output = check_output(output, source, reader.path)
     is_file = output.suffix == ".safetensors"
     theirs = names == "huggingface" or (names == "auto" and not is_file)
     names_of = architecture_of(reader.metadata["config"]).published if theirs else lambda n: (n,)
     target = output if is_file else output / "model.safetensors"
-    target.parent.mkdir(parents=True, exist_ok=True)
     names = {name: names_of(name) for name in _once(reader)}
-    with SafetensorsSink(_forms(reader, names), target) as sink:
-        reader.sound(_merge, reader, names, sink)
-    if not is_file:
-        _write_config(reader, output)
+    forms = _forms(reader, names)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with SafetensorsSink(forms, target) as sink:
+            reader.sound(_merge, reader, names, sink)
+            if not is_file:
+                _write_config(reader, output)  # before the weights take their name
+    except BaseException:
+        if not is_file:
+            (output / "config.json").unlink(missing_ok=True)
+        raise
     return target
 
 
@@ -86,6 +95,4 @@ def _forms(reader: Reader, names: Names) -> dict[str, torch.Tensor]:
 def _write_config(reader: Reader, output: Path) -> None:
     config = dict(reader.metadata["config"])
     config["architectures"] = config.get("architectures") or [reader.metadata["architecture"]]
-    aside = output / "config.json.part"
-    aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    os.replace(aside, output / "config.json")
+    write_text(output / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -7,6 +7,8 @@ chunks: here of the flattened part, in the vendor's library along dim 0. Put one
 both are the part, row by row, and some padding.
 """
 
+from functools import cached_property
+
 import torch
 
 from ..optimizer.shards import take_shard
@@ -14,6 +16,7 @@ from . import ranks
 from .layout import Layout
 from .lazy import LazyFile
 from .reader import Reader
+from .tensors import map_tensors
 
 MASTER = "sharded_master_weights"
 
@@ -44,9 +47,12 @@ class SavedOptimizer:
         self._number = {name: number for number, name in enumerate(self.names)}
         self._first = source.lazy(source.optimizer_file(0, 0)).value
 
-    @property
-    def param_groups(self) -> list[dict]:
-        return self._first["param_groups"]
+    @cached_property
+    def head(self) -> dict:
+        """All but what is kept for each parameter, such as the groups and their settings; read."""
+        file = self._source.lazy(self._source.optimizer_file(0, 0))
+        apart = ("state", "base_state", MASTER)
+        return map_tensors({k: v for k, v in self._first.items() if k not in apart}, file.read)
 
     def _state(self, value: dict) -> dict:
         return value["base_state" if self.zero1 else "state"]
@@ -231,15 +237,16 @@ def _resharded(
 def _groups(saved: SavedOptimizer, live: list[dict], names: list[str]) -> list[dict]:
     """The saved groups' settings with this optimizer's numbers of the same parameters."""
     by_names = {
-        frozenset(saved.names[n] for n in group["params"]): group for group in saved.param_groups
+        frozenset(saved.names[n] for n in group["params"]): group
+        for group in saved.head["param_groups"]
     }
     groups = []
     for group in live:
         members = frozenset(names[n] for n in group["params"])
         if members not in by_names:
             raise ValueError(
-                f"the optimizer's group with {min(members)} has other parameters than when it was "
-                "saved"
+                f"the optimizer's group with {min(members, default='nothing')} has other parameters "
+                "than when it was saved"
             )
         groups.append({**by_names[members], "params": group["params"]})
     return groups

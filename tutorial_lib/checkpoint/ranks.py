@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..parallel_layers import comm, parallel_state
+from ..parallel_layers.utils import ensure_positive
 
 T = TypeVar("T")
 
@@ -75,6 +76,12 @@ def gather(value: T) -> list[T]:
     return parallel_state.gather_python_object(value, parallel_state.get_world_group())
 
 
+def check_folder(path: object) -> None:
+    """Raises ValueError unless `path` can be one."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{path!r} is not the path of a folder")
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
@@ -85,8 +92,7 @@ def waves(num_workers: int) -> int:
     Raises:
         ValueError: `num_workers` is below 1.
     """
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+    ensure_positive(num_workers=num_workers)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return -(-local_world // num_workers)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import tensors
-from .layout import Layout, read_metadata
+from .layout import METADATA, Layout, read_metadata
 from .lazy import LazyFile
 from .ranks import shard_name
 from .tags import Complete
@@ -34,14 +34,17 @@ class Reader:
     def __init__(self, checkpoint: Complete, check: bool = True):
         self._checkpoint, self._check, self._checked = checkpoint, check, set()
         self.path = checkpoint.path
-        if self.has("metadata.json"):
-            self._verify(self.path / "metadata.json")
+        if self.has(METADATA):
+            checkpoint.check(self.path / METADATA)  # all that follows goes by it
         self.metadata = read_metadata(self.path)
         found = sorted(self._shards("model")) or sorted(self._shards("optim"))
-        if not found:
+        if not found and self.metadata is None:
             raise FileNotFoundError(f"{self.path} holds no shard, neither in model/ nor in optim/")
-        counted = {"tp": 1 + max(tp for _, tp, _ in found), "pp": 1 + max(pp for _, _, pp in found)}
-        self.mesh = checkpoint.mesh or counted
+        self.mesh = checkpoint.mesh or (
+            {axis: 1 + max(shard[i] for shard in found) for axis, i in (("tp", 1), ("pp", 2))}
+            if self.metadata is None
+            else self.metadata["mesh"]
+        )
         self.tp, self.pp = self.mesh["tp"], self.mesh["pp"]
         self.zero_degree = 1 + max((dp for dp, _, _ in self._shards("optim")), default=0)
         self._lazy: dict[Path, LazyFile] = {}
@@ -103,6 +106,15 @@ class Reader:
             for dp, tp, pp in sorted(self._shards(part))
         ]
 
+    def missing(self) -> list[Path]:
+        """The shards that are not there, of those that the others go with."""
+        tps, pps = range(self.tp), range(self.pp)
+        wanted = [self.model_file(t, p) for t in tps for p in pps if any(self._shards("model"))]
+        if self.has_optimizer:
+            dps = range(self.zero_degree)
+            wanted += [self.optimizer_file(d, t, p) for d in dps for t in tps for p in pps]
+        return [file for file in wanted if not file.is_file()]
+
     def model_file(self, tp: int, pp: int = 0) -> Path:
         return self.path / "model" / shard_name(0, tp, pp)
 
@@ -131,8 +143,8 @@ class Reader:
 
     @cached_property
     def layouts(self) -> dict[str, Layout] | None:
-        """How each tensor of the model is cut; None where another library wrote the checkpoint and
-        does not say.
+        """How each tensor of the model is cut; None where whoever saved does not say: another
+        library, or here a dict of tensors that are no parameters.
         """
         return None if self.metadata is None else self.metadata["model"]
 
@@ -223,7 +235,7 @@ class Reader:
                 saved[name] = target.at(self.tp, pad=True)
             except ValueError as error:
                 raise ValueError(
-                    f"{self.path} was saved with tensor-parallel size {self.tp} and has no "
-                    f"metadata.json to say how {name} is cut: {error}"
+                    f"{self.path} was saved with tensor-parallel size {self.tp} and does not say "
+                    f"how {name} is cut: {error}"
                 ) from error
         return saved

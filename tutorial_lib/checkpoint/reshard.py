@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..optimizer.shards import shard_length
-from ..parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
+from ..parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES, ensure_positive
 from .architectures import layout_at
 from .blocks import full_blocks, shard_blocks
 from .layout import METADATA, Layout, to_json, write_metadata
@@ -15,7 +15,7 @@ from .optimizer_state import MASTER, SavedOptimizer
 from .ranks import shard_name
 from .reader import Reader
 from .stream import close_all, form, sink
-from .tensors import Digests, is_xser
+from .tensors import Digests, is_xser, map_tensors
 from .tools import (
     check_output,
     copy_objects,
@@ -57,8 +57,7 @@ def reshard(
     reader = described(open_checkpoint(source))
     output = check_output(output, source, reader.path)
     dp = reader.mesh["dp"] if dp is None else dp
-    if min(tp, dp) < 1:
-        raise ValueError(f"degrees must be at least 1: tensor-parallel {tp}, data-parallel {dp}")
+    ensure_positive(tp=tp, dp=dp)
     xser = is_xser(reader.model_file(0)) if xser is None else xser
     config = reader.metadata["config"]
     targets = {
@@ -112,14 +111,15 @@ class _Optimizer:
         self._saved, self._targets, self._tp = SavedOptimizer(reader), targets, tp
         self._places = dp if self._saved.zero1 else 1
         self._by_rows = vendor or not self._saved.zero1
-        self._head = reader.lazy(reader.optimizer_file(0, 0)).value
+        self._head = self._saved.head
 
     def write(self, aside: Path, xser: bool) -> Digests:
         forms, sinks = {}, {}
         for tp in range(self._tp):
             for dp in range(self._places):
                 value, forms[tp, dp] = self._lay_out(dp)
-                sinks[tp, dp] = sink(value, aside / "optim" / shard_name(dp, tp), xser)
+                each = sinks[tp, dp] = sink(value, aside / "optim" / shard_name(dp, tp), xser)
+                map_tensors(value, lambda t: None if t.is_meta else each.put(t, t))  # of a group
         for name in progress(self._saved.names, "optimizer"):
             for field in self._saved.fields(name):
                 full = self._saved.full(name, field)

@@ -50,8 +50,9 @@ def save_checkpoint(
         checkpoint_dir_str: the folder of checkpoints, on a file system that all ranks see.
         tag: name of this one; a complete one of that name is replaced once this one is complete.
         model, optimizer: with a `state_dict`, or state dicts. Masters of a ZeRO-1 optimizer are
-            saved with it.
-        scheduler: with a `state_dict`.
+            saved with it. A dict of tensors without their parameters' marks does not say how they
+            are cut: the tools refuse it if there are several tensor-parallel ranks.
+        scheduler: with a `state_dict`, or one.
         user_content: tensors and plain data, such as step and data position. Rank 0's is saved.
         num_workers: how many ranks of a node write at a time.
         use_xser: write tensor by tensor, so that no more than one of them is on the host.
@@ -69,21 +70,31 @@ def save_checkpoint(
         OSError: full disk, read-only folder, …, with the path. On every rank, like all errors.
     """
     background.finalize_checkpoint()
-    if use_zero1_dcp or avoid_saving_lower_precision_weights:
-        raise ValueError(
-            "use_zero1_dcp and avoid_saving_lower_precision_weights are not supported: all weights "
-            "are saved"
-        )
-    if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
-        raise ValueError(
-            f"num_kept_ckpts must be at least 1, or -1 or None to keep all, not {num_kept_ckpts}"
-        )
-    folder, tag = Path(checkpoint_dir_str), tags.check_tag(tag)
-    ranks.waves(num_workers)
+
+    def check() -> None:
+        if use_zero1_dcp or avoid_saving_lower_precision_weights:
+            raise ValueError(
+                "use_zero1_dcp and avoid_saving_lower_precision_weights are not supported: all "
+                "weights are saved"
+            )
+        ranks.check_folder(checkpoint_dir_str)
+        tags.check_tag(tag)
+        tags.check_kept(num_kept_ckpts)
+        ranks.waves(num_workers)
+        if step is not None and (type(step) is not int or step < 0):
+            raise ValueError(f"step {step!r} must be a whole number from 0 on")
+        for name, what in {"model": model, "optimizer": optimizer, "scheduler": scheduler}.items():
+            if not (what is None or isinstance(what, dict) or hasattr(what, "state_dict")):
+                raise ValueError(f"{name} {what!r} has no state_dict and is no dict")
+
+    ranks.together(check)
+    folder, tag = Path(checkpoint_dir_str), str(tag)
     mesh = ranks.mesh()
     step = _step(tag, user_content) if step is None else step
 
-    content = _Content(model, optimizer, scheduler, user_content, zero1_optimizer)
+    content = ranks.together(
+        _Content, model, optimizer, scheduler, user_content, zero1_optimizer
+    )
     jobs = content.jobs(use_xser, async_save)
     aside = folder / (tag + tags.INCOMPLETE)
     ranks.from_rank_zero(lambda: str(tags.begin(folder, tag)))
@@ -134,7 +145,9 @@ class _Content:
         )
         self._zero1 = zero1 or (self._state is not None and "base_state" in self._state)
         self._small = {"random_state": {"ranks": []}}
-        self._small |= {} if scheduler is None else {"scheduler": scheduler.state_dict()}
+        if scheduler is not None:
+            state = scheduler if isinstance(scheduler, dict) else scheduler.state_dict()
+            self._small["scheduler"] = state
         self._small |= {} if user_content is None else {"user_content": user_content}
 
     def jobs(self, use_xser: bool, copy: bool) -> list[Job]:
@@ -191,6 +204,15 @@ class _Content:
             for name, value in found.items()
         ]
 
+    def _says_how_it_is_cut(self) -> bool:
+        """False for `model.state_dict()`: its tensors are not the parameters, and lack their
+        marks.
+        """
+        given = self._model if isinstance(self._model, dict) else {}
+        parts = [tensor for tensor in given.values() if isinstance(tensor, torch.Tensor)]
+        marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in parts)
+        return marked or not parts or ranks.mesh()["tp"] == 1
+
     def _metadata(self, layouts: dict, ties: list[list[str]]) -> dict:
         whole = getattr(
             self._model, "original_module", lambda: self._model
@@ -206,7 +228,7 @@ class _Content:
             "config": json.loads(config.to_json_string(use_diff=False))
             if hasattr(config, "to_json_string")
             else None,
-            "model": layouts,
+            "model": layouts if self._says_how_it_is_cut() else None,
             "tied": ties,
             "optimizer": None if self._state is None else optimizer,
         }

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .architectures import architecture_of, describe_model, layout_at, pieces
+from ..parallel_layers.utils import ensure_positive
+from .architectures import architecture_of, completed, describe_model, layout_at, pieces
 from .layout import METADATA, Layout, to_json, write_metadata
 from .ranks import shard_name
 from .stream import close_all, form, sink
@@ -27,13 +28,19 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder)
-        if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(f"{self.path / 'config.json'} is missing")
-        self.config = json.loads((self.path / "config.json").read_text())
-        self.architecture = architecture_of(self.config)
+        config = self.path / "config.json"
+        self.config = _read_json(config)
+        try:
+            self.architecture = architecture_of(self.config)
+            self.config = completed(self.config)
+        except Exception as error:  # a validation of values has error classes of its own
+            raise ValueError(f"{config}: {str(error) or type(error).__name__}") from error
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.is_file():
-            files = set(json.loads(index.read_text())["weight_map"].values())
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map, which says where each tensor is")
+            files = set(map(str, weight_map.values()))
         elif single.is_file():
             files = {single.name}
         else:
@@ -95,6 +102,7 @@ def split(
         ValueError: a degree that does not fit, an unknown architecture or option, missing or
             surplus tensors.
     """
+    ensure_positive(tp=tp)
     folder = HuggingFaceFolder(source)
     output = check_output(output, source)
     architecture = folder.architecture
@@ -162,14 +170,31 @@ def _first(tied: dict[str, list[str]], name: str) -> str:
 
 def _full(folder: HuggingFaceFolder, names: tuple[str, ...], layout: Layout) -> torch.Tensor:
     if len(names) == 1:
-        full = folder.tensor(names[0])
-    else:
-        full = torch.empty(layout.shape, dtype=layout.dtype)
-        for name, start, length in pieces(layout, names):
-            full.narrow(layout.partition.dim, start, length).copy_(folder.tensor(name))
-    if tuple(full.shape) != layout.shape:
-        raise ValueError(
-            f"{folder.path}: {', '.join(names)} has shape {tuple(full.shape)}, {layout.shape} was "
-            "expected"
-        )
+        return _checked(folder, names[0], layout.shape, layout.dtype)
+    full = torch.empty(layout.shape, dtype=layout.dtype)
+    for name, start, length in pieces(layout, names):
+        part = full.narrow(layout.partition.dim, start, length)
+        part.copy_(_checked(folder, name, tuple(part.shape), layout.dtype))
     return full
+
+
+def _checked(folder: HuggingFaceFolder, name: str, shape: tuple, dtype: torch.dtype):
+    tensor = folder.tensor(name)
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{folder.path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, {dtype} of "
+            f"shape {shape} was expected"
+        )
+    return tensor
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value

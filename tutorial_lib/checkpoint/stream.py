@@ -26,6 +26,12 @@ SAFETENSORS_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
 }
 
 
@@ -194,9 +200,10 @@ class SafetensorsSink:
         self._offsets = {}
         for name, expected in forms.items():
             start, end = end, end + expected.numel() * expected.element_size()
-            dtype = SAFETENSORS_NAMES[expected.dtype]
+            if expected.dtype not in SAFETENSORS_NAMES:
+                raise ValueError(f"{name} is {expected.dtype}, which no safetensors file can hold")
             header[name] = {
-                "dtype": dtype,
+                "dtype": SAFETENSORS_NAMES[expected.dtype],
                 "shape": list(expected.shape),
                 "data_offsets": [start, end],
             }

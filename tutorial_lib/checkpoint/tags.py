@@ -58,16 +58,27 @@ def check_tag(tag: object) -> str:
     """
     name = str(tag)
     if (
-        not name
+        not isinstance(tag, (str, int))
+        or not name
         or name in (".", "..")
         or "/" in name
+        or not name.isprintable()
         or name.endswith((INCOMPLETE, REPLACED, REMOVED))
     ):
         raise ValueError(
-            f"tag {name!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} "
+            f"tag {tag!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} "
             f"or {REMOVED}"
         )
     return name
+
+
+def check_kept(number: object) -> None:
+    """Raises ValueError unless `number` says how many checkpoints stay."""
+    if number not in (None, -1) and (type(number) is not int or number < 1):
+        raise ValueError(
+            f"num_kept_ckpts must be a whole number from 1 on, or -1 or None to keep all, not "
+            f"{number!r}"
+        )
 
 
 def step_of(tag: str) -> int | None:
@@ -79,16 +90,20 @@ def step_of(tag: str) -> int | None:
 def _read(path: Path, tag: str) -> Complete | None:
     try:
         text = (path / DONE).read_text()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return None
     if text.strip() in ("", "1"):  # written by the vendor's library
         return Complete(tag, path, step_of(tag), 0, {}, {})
     try:
         marker = json.loads(text)
         files = {name: Digest(**digest) for name, digest in marker["files"].items()}
-        return Complete(tag, path, marker["step"], marker["sequence"], files, marker["mesh"])
+        step, sequence, mesh = marker["step"], marker["sequence"], marker["mesh"]
+        numbers = [sequence, *mesh.values(), *([] if step is None else [step])]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    if not all(type(number) is int for number in numbers) or not {"tp", "pp"} <= mesh.keys():
+        return None
+    return Complete(tag, path, step, sequence, files, mesh)
 
 
 def complete(folder: str | Path) -> list[Complete]:
@@ -124,7 +139,12 @@ def incomplete(folder: str | Path) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     """A folder that a save has made, and not one that a user keeps beside the checkpoints."""
-    return path.name.endswith((INCOMPLETE, REPLACED, REMOVED)) or (path / STARTED).exists()
+    if path.name.endswith((INCOMPLETE, REPLACED, REMOVED)):
+        return True
+    try:
+        return (path / STARTED).read_text().strip() == "1"
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _is_alias(path: Path) -> bool:
@@ -178,8 +198,19 @@ def find(folder: str | Path, tag: object) -> Complete:
     )
 
 
+def _check_replaceable(path: Path) -> None:
+    there, whole = path.exists() or path.is_symlink(), _read(path, path.name) is not None
+    if there and not whole and (path.is_symlink() or not _is_ours(path)):
+        raise ValueError(f"{path} exists and is no checkpoint: choose another tag")
+
+
 def begin(folder: str | Path, tag: str) -> Path:
-    """Makes the empty folder that a save is written to."""
+    """Makes the empty folder that a save is written to.
+
+    Raises:
+        ValueError: something else than a checkpoint has the tag's name.
+    """
+    _check_replaceable(Path(folder) / tag)
     aside = Path(folder) / (tag + INCOMPLETE)
     if aside.exists():
         shutil.rmtree(aside)
@@ -201,9 +232,8 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
             (aside / name).rmdir()
     for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
         sync_directory(path)
+    _check_replaceable(final)
     if final.exists():
-        if _read(final, tag) is None and not _is_ours(final):
-            raise ValueError(f"{final} exists and is no checkpoint: choose another tag")
         if _read(final, tag) is not None:
             if replaced.exists():
                 remove(replaced)

@@ -6,14 +6,14 @@ tensor, read back.
 """
 
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .files import Digest, TensorReference, read_object, write_object
+from .files import NUMPY_KINDS, Digest, TensorReference, read_object, write_object
 
 PLAIN = (
     type(None),
@@ -26,8 +26,6 @@ PLAIN = (
     torch.dtype,
     torch.device,
     torch.Size,
-    np.ndarray,
-    np.generic,
 )
 Digests = dict[Path, Digest]
 
@@ -41,18 +39,23 @@ def map_tensors(value, function: Callable, kind: type = torch.Tensor, where: str
     """
     if isinstance(value, kind):
         return function(value)
-    if type(value) in PLAIN or isinstance(value, (np.ndarray, np.generic)):
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+    if type(value) in PLAIN or type(value) is np.ndarray or isinstance(value, np.generic):
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char not in NUMPY_KINDS:
             raise ValueError(
-                f"{where or 'the object'} is an array of Python objects; a checkpoint holds "
-                "numbers only"
+                f"{where or 'the object'} is of numpy's dtype {value.dtype}; a checkpoint holds "
+                "numbers and text only"
             )
         return value
-    if type(value) in (dict, OrderedDict):
-        result = type(value)(
-            (key, map_tensors(item, function, kind, f"{where}[{key!r}]"))
-            for key, item in value.items()
-        )
+    if type(value) in (dict, OrderedDict, Counter):
+        for key in value:
+            if not _is_plain(key):
+                raise ValueError(
+                    f"{where or 'the object'} has the key {key!r} of type "
+                    f"{type(key).__qualname__}; keys have to be plain data"
+                )
+        result = type(value)()
+        for key, item in value.items():
+            result[key] = map_tensors(item, function, kind, f"{where}[{key!r}]")
         if hasattr(
             value, "_metadata"
         ):  # the versions that Module.state_dict leaves for Module.load_state_dict
@@ -68,9 +71,22 @@ def map_tensors(value, function: Callable, kind: type = torch.Tensor, where: str
     )
 
 
+def _is_plain(key) -> bool:
+    return all(map(_is_plain, key)) if type(key) is tuple else type(key) in PLAIN
+
+
 def check(value, where: str) -> None:
-    """Raises ValueError, with the place, unless `value` is made of tensors and plain data."""
-    map_tensors(value, lambda tensor: tensor, where=where)
+    """Raises ValueError, with the place, unless `value` is made of tensors that have data, one
+    element beside the other, and of plain data.
+    """
+
+    def has_data(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+            kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+            raise ValueError(f"{where} holds a tensor ({kind}) that is no array of numbers")
+        return tensor
+
+    map_tensors(value, has_data, where=where)
 
 
 class _Host:
@@ -186,12 +202,11 @@ def load(path: str | Path, mmap: bool = False):
             loaded[reference.tid] = read_object(tensor_file(path, reference.tid), mmap=mmap)
         return loaded[reference.tid]
 
-    if not is_xser(path):
-        return value
     return map_tensors(
         value,
         lambda item: resolve(item) if isinstance(item, TensorReference) else item,
         kind=(TensorReference, torch.Tensor),
+        where=str(path),
     )
 
 

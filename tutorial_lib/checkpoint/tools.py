@@ -69,14 +69,16 @@ def described(reader: Reader) -> Reader:
     """The reader, if its checkpoint says how its tensors are cut.
 
     Raises:
-        ValueError: it was written by another library, which does not.
+        ValueError: it does not, as another library wrote it or a dict was saved; it has no model.
     """
     if reader.layouts is None:
+        why = "has no metadata.json" if reader.metadata is None else "was saved from a dict"
         raise ValueError(
-            f"{reader.path} has no metadata.json, so that nobody knows how its tensors are cut: "
-            "load it into its model "
-            "and save it from there"
+            f"{reader.path} {why}, so that nobody knows how its tensors are cut: load it into its "
+            "model and save it from there"
         )
+    if not reader.layouts:
+        raise ValueError(f"{reader.path} holds no model")
     if reader.pp > 1:
         raise ValueError(
             f"{reader.path} has pipeline-parallel size {reader.pp}; only size 1 is merged or cut "

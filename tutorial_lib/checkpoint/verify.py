@@ -50,11 +50,7 @@ def _files(checkpoint: tags.Complete) -> Iterator[str]:
 
 
 def _shards(reader: Reader) -> Iterator[str]:
-    for tp in range(reader.tp):
-        for pp in range(reader.pp):
-            file = reader.model_file(tp, pp)
-            if not file.is_file() and (reader.path / "model").is_dir():
-                yield f"{file} is missing"
+    yield from (f"{file} is missing" for file in reader.missing())
     for file in reader.files():
         try:
             reader.lazy(file)

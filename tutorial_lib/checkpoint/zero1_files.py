@@ -1,5 +1,6 @@
 """The files of `NeuronZero1Optimizer.save_sharded_state_dict`: `optim.dp_rank_DD.tp_rank_TT`, one
-for each rank, without a model beside them.
+for each rank, without a model beside them: those of the vendor's library, so that each reads the
+other's.
 
 The optimizer's state of any mesh is read, by the same way as from a checkpoint, for a parameter
 knows itself how it is cut. `save_checkpoint` is built for more.
@@ -9,9 +10,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from ..optimizer.shards import join_shards, shard_length
+from ..parallel_layers import comm
 from . import ranks, tensors
 from .layout import layout_of
-from .optimizer_state import load_optimizer, read_optimizer
+from .optimizer_state import MASTER, load_optimizer, read_optimizer
 from .reader import Reader
 from .tags import Complete
 
@@ -23,10 +28,8 @@ class _Folder(Reader):
 
     def __init__(self, folder: Path):
         super().__init__(Complete(folder.name, folder, None, 0, {}, {}))
-        for dp in range(self.zero_degree):
-            for tp in range(self.tp):
-                if not (file := self.optimizer_file(dp, tp)).is_file():
-                    raise FileNotFoundError(f"{file} is missing")
+        if missing := self.missing():
+            raise FileNotFoundError(f"{missing[0]} is missing")
 
     def _shards(self, part: str) -> Iterator[tuple[int, int, int]]:
         if part == "optim" and self.path.is_dir():
@@ -42,10 +45,39 @@ def _file(folder: Path, dp: int, tp: int) -> Path:
     return folder / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"
 
 
+def _by_rows(optimizer) -> dict:
+    """The optimizer's state with each shard cut along dim 0, rows of zeros at the end, as the
+    vendor's library (torch-xla's `ZeroRedundancyOptimizer`) has it.
+    """
+    state, here = optimizer.state_dict(), optimizer.sharding
+    rank, size = here["rank"], here["size"]
+    shapes = {number: torch.Size(info["shape"]) for number, info in state["shape_info"].items()}
+
+    def cut(number: int, shard):
+        if not isinstance(shard, torch.Tensor) or not shard.dim():  # a step count and the like
+            return shard
+        shards = comm.all_gather(shard, 0, optimizer.sharding_groups).chunk(size)
+        rows = join_shards(shards, shapes[number] or (1,))
+        length = shard_length(len(rows), size)
+        part = rows[rank * length : (rank + 1) * length]
+        return torch.cat([part, part.new_zeros(length - len(part), *rows.shape[1:])])
+
+    result = {"state": state["state"], "param_groups": state["param_groups"], "shape_info": shapes}
+    result["base_state"] = {
+        number: {field: cut(number, shard) for field, shard in fields.items()}
+        for number, fields in state["base_state"].items()
+    }
+    if MASTER in state:
+        result[MASTER] = {number: cut(number, shard) for number, shard in state[MASTER].items()}
+    return result
+
+
 def save(optimizer, folder: str | Path, num_workers: int) -> None:
     """Writes this rank's state; see `NeuronZero1Optimizer.save_sharded_state_dict`."""
+    ranks.together(ranks.check_folder, folder)
+    ranks.together(ranks.waves, num_workers)
     place, folder, mesh = ranks.my_place(), Path(folder), ranks.mesh()
-    state = {**optimizer.state_dict(), "dp_rank": place.dp, "tp_rank": place.tp}
+    state = {**_by_rows(optimizer), "dp_rank": place.dp, "tp_rank": place.tp}
 
     def prepare() -> None:
         """Makes the folder, without what a larger mesh may have left there."""
@@ -61,6 +93,8 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
 
 def load(optimizer, folder: str | Path, num_workers: int) -> None:
     """Loads this rank's state; see `NeuronZero1Optimizer.load_sharded_state_dict`."""
+    ranks.together(ranks.check_folder, folder)
+    ranks.together(ranks.waves, num_workers)
     source = ranks.together(_Folder, Path(folder))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     targets = {str(number): layout_of(parameter) for number, parameter in enumerate(parameters)}

@@ -262,7 +262,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 self._gather(list(self.pairs()))
 
     def save_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
-        """Writes the `state_dict` of every rank into a folder: `optim.dp_rank_DD.tp_rank_TT`.
+        """Writes what every rank holds into a folder: `optim.dp_rank_DD.tp_rank_TT`. The files are
+        the vendor's library's, which cuts a parameter along dim 0.
 
         Args:
             output_dir: on a file system that all ranks see.

@@ -1,0 +1,222 @@
+"""Checkpoints of what is unusual and allowed: settings that are tensors, state dicts instead of a
+model, models with extra state, nothing but a user's content, folders with odd configurations.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM as HuggingFaceLlama
+
+from tests.standin import Standin, attempt, same, state
+from tutorial_lib.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint, tags
+from tutorial_lib.checkpoint.__main__ import main
+from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
+from tutorial_lib.parallel_layers import parallel_state
+
+
+def zeroed():
+    model = Standin()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def optimizer_of(model, zero1, lr):
+    options = dict(lr=torch.tensor(lr), foreach=False)
+    if zero1:
+        return NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def save_tensor_rate(folder, zero1, use_xser):
+    model = Standin()
+    optimizer = optimizer_of(model, zero1, 0.125)
+    model.train_step(optimizer, 0)
+    save_checkpoint(folder, "step_1", model, optimizer, use_xser=use_xser)
+
+
+def load_tensor_rate(folder, tag, zero1):
+    model = Standin()
+    optimizer = optimizer_of(model, zero1, 0.5)
+    load_checkpoint(folder, tag, model, optimizer)
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_learning_rate_that_is_a_tensor(ranks, tmp_path, zero1, use_xser):
+    folder = str(tmp_path)
+    ranks(save_tensor_rate, folder, zero1, use_xser, world_size=2, tp=2)
+    assert main(["reshard", f"{folder}/step_1", f"{folder}/one", "--tp", "1"]) == 0
+    for tag in ("step_1", "one"):
+        assert ranks(load_tensor_rate, folder, tag, zero1, world_size=1) == [torch.tensor(0.125)]
+
+
+def save_state_dict(folder, keep_vars):
+    save_checkpoint(folder, "step_1", Standin().state_dict(keep_vars=keep_vars))
+
+
+def load_weights(folder, tag=None):
+    model = zeroed()
+    load_checkpoint(folder, tag, model)
+    return same(state(model), state(Standin()))
+
+
+def test_a_state_dict_does_not_say_how_it_is_cut(ranks, tmp_path, capsys):
+    """So the shard of rank 0 is never taken for the whole."""
+    folder = str(tmp_path / "run")
+    ranks(save_state_dict, folder, False, world_size=4, tp=2)
+    for tp in (1, 2):
+        assert all(ranks(load_weights, folder, world_size=2, tp=tp))
+    for command in (["merge", f"{tmp_path}/m"], ["reshard", f"{tmp_path}/r", "--tp", "1"]):
+        assert main([command[0], folder, *command[1:]]) == 1
+        assert "was saved from a dict" in capsys.readouterr().err
+    assert main(["verify", folder]) == 0 and main(["inspect", folder]) == 0
+    assert "cuts are not recorded" in capsys.readouterr().out
+    assert main(["convert", folder, f"{tmp_path}/x/t", "--to", "xser"]) == 0
+    assert all(ranks(load_weights, f"{tmp_path}/x", world_size=2, tp=2))
+
+
+def test_a_state_dict_of_parameters_says_how_it_is_cut(ranks, tmp_path):
+    ranks(save_state_dict, str(tmp_path / "run"), True, world_size=2, tp=2)
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "m.safetensors")]) == 0
+    assert load_file(tmp_path / "m.safetensors")["embed"].shape == (10, 4)
+
+
+class Extra(Standin):
+    """With a state that is no tensor, as torch allows it."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, value):
+        self.count = value["count"]
+
+
+def extra_there_and_back(folder):
+    model = Extra()
+    model.count = 3
+    save_checkpoint(folder, "step_1", model)
+    model.count = 0
+    load_checkpoint(folder, model=model)
+    return model.count
+
+
+def test_extra_state(ranks, tmp_path):
+    assert ranks(extra_there_and_back, str(tmp_path), world_size=2, tp=2) == [3, 3]
+
+
+def only_content(folder):
+    save_checkpoint(folder, "step_1", user_content={"position": 5})
+    return load_checkpoint(folder), attempt(load_checkpoint, folder, model=Standin())[1]
+
+
+def test_nothing_but_content(ranks, tmp_path, capsys):
+    for content, message in ranks(only_content, str(tmp_path / "run"), world_size=2, tp=2):
+        assert content == {"position": 5} and "model/dp_rank_00" in message
+    assert main(["verify", str(tmp_path / "run")]) == main(["inspect", str(tmp_path / "run")]) == 0
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "m.safetensors")]) == 1
+    assert "holds no model" in capsys.readouterr().err
+
+
+def async_error_then_another(folder):
+    save_checkpoint(folder, "step_1", Standin(), async_save=True)
+    save_checkpoint(folder, "step_2", Standin(), async_save=True)  # the first is complete now
+    first = [item.tag for item in tags.complete(folder)]
+    finalize_checkpoint()
+    if parallel_state.get_tensor_model_parallel_rank() == 1:
+        from tutorial_lib.checkpoint import tensors
+
+        right, tensors.save_plain = tensors.save_plain, None
+    save_checkpoint(folder, "step_3", Standin(), async_save=True)
+    error = attempt(save_checkpoint, folder, "step_4", Standin(), async_save=True)
+    if parallel_state.get_tensor_model_parallel_rank() == 1:
+        tensors.save_plain = right
+    save_checkpoint(folder, "step_4", Standin(), async_save=True)
+    finalize_checkpoint()
+    return first, error[0], [item.tag for item in tags.complete(folder)]
+
+
+def test_after_an_error_of_an_asynchronous_save_the_next_one_works(ranks, tmp_path):
+    for first, error, found in ranks(async_error_then_another, str(tmp_path), world_size=2, tp=2):
+        assert first == ["step_1"] and issubclass(error, TypeError)
+        assert found == ["step_1", "step_2", "step_4"]
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------
+
+KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+    )
+    HuggingFaceLlama(config).save_pretrained(tmp_path / "hf", max_shard_size="20kB")
+    return tmp_path / "hf"
+
+
+def edit(file, function):
+    value = json.loads(file.read_text())
+    function(value)
+    file.write_text(json.dumps(value))
+
+
+def alter(folder, function):
+    """Another key matrix in the file that has it."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][KEY]
+    weights = load_file(file)
+    save_file({**weights, KEY: function(weights[KEY])}, file, metadata={"format": "pt"})
+
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+FOLDERS = {
+    "no json": (lambda f: (f / CONFIG).write_text("{"), [CONFIG, "truncated or no JSON"]),
+    "a list": (lambda f: (f / CONFIG).write_text("[1]"), [CONFIG, "no JSON object"]),
+    "bytes": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe"), [CONFIG, "no JSON"]),
+    "type": (lambda f: edit(f / CONFIG, lambda c: c.update(model_type=["llama"])), [CONFIG]),
+    "text": (lambda f: edit(f / CONFIG, lambda c: c.update(hidden_size="x")), [CONFIG, "'x'"]),
+    "zero": (lambda f: edit(f / CONFIG, lambda c: c.update(num_attention_heads=0)), [CONFIG]),
+    "heads": (
+        lambda f: edit(f / CONFIG, lambda c: c.update(num_key_value_heads=4)),
+        [KEY, "(16, 32)", "(32, 32)"],
+    ),
+    "default": (
+        lambda f: edit(f / CONFIG, lambda c: c.pop("num_attention_heads")),
+        ["q_proj.weight", "(256, 32)"],
+    ),
+    "index": (lambda f: (f / INDEX).write_text("{"), [INDEX, "truncated or no JSON"]),
+    "map": (lambda f: (f / INDEX).write_text("{}"), [INDEX, "weight_map"]),
+    "dtype": (lambda f: alter(f, lambda t: t.bfloat16()), [KEY, "bfloat16", "float32"]),
+    "rows": (lambda f: alter(f, lambda t: t[:1].contiguous()), [KEY, "(1, 32)", "(16, 32)"]),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_spoiled_folder(llama, tmp_path, capsys, kind):
+    spoil, words = FOLDERS[kind]
+    spoil(llama)
+    assert main(["split", str(llama), str(tmp_path / "out" / "t"), "--tp", "2"]) == 1
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_unknown_options_and_degrees(llama, tmp_path, capsys):
+    for rest in (["--tp", "2", "--option", "size=3"], ["--tp", "0"]):
+        assert main(["split", str(llama), str(tmp_path / "out" / "t"), *rest]) == 1
+    assert "LlamaForCausalLM has no option size; it takes" in (error := capsys.readouterr().err)
+    assert "tp is 0" in error
