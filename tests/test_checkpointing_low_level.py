@@ -170,3 +170,23 @@ def views_and_ties():
 
 def test_a_view_does_not_drag_its_storage():
     views_and_ties()
+
+
+def bad_arguments(folder):
+    checkpointing.save({"model": Standin().state_dict()}, folder)
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    model = Standin()
+    return [
+        attempt(checkpointing.save, {}, None if first else folder),  # on one rank: the other does not wait
+        attempt(checkpointing.load, 5 if first else folder, model),
+        attempt(checkpointing.load, folder, 5),
+        attempt(checkpointing.load, folder, model, model_key=["model"] if first else "model"),
+        attempt(checkpointing.load, folder, 5, sharded=False),
+    ]
+
+
+def test_arguments_of_a_wrong_type(ranks, tmp_path):
+    words = ["None", "5", "no load_state_dict", "['model']", "needs a module"]
+    for found in ranks(bad_arguments, str(tmp_path), world_size=2, tp=2, timeout=30):
+        for (kind, message), word in zip(found, words, strict=True):
+            assert kind is ValueError and word in message, message

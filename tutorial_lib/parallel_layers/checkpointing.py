@@ -49,6 +49,7 @@ def save(
         ValueError: an object that is neither tensors nor plain data, with its place; on every rank.
         OSError: full disk, read-only folder, …, with the path; on every rank.
     """
+    ranks.together(ranks.check_folder, output_dir)
     ranks.together(tensors.check, checkpoint, "checkpoint")
     path = _path(output_dir, save_xser, master_dp_only)
 
@@ -110,16 +111,26 @@ def load(
         FileNotFoundError, ValueError: a file is missing, broken, of another model, or holds code;
             on every rank.
     """
-    if not weights_only:
-        raise ValueError(
-            "weights_only=False would run code from the file: only tensors and plain data are "
-            "loaded"
-        )
     target = model if model is not None else model_or_optimizer
-    if not sharded and target is None:
-        raise ValueError(
-            "a checkpoint that is not sharded needs model_or_optimizer, to know each rank's part"
-        )
+
+    def check() -> None:
+        if not weights_only:
+            raise ValueError(
+                "weights_only=False would run code from the file: only tensors and plain data are "
+                "loaded"
+            )
+        ranks.check_folder(chkpt_path)
+        if not sharded and not isinstance(target, nn.Module):
+            raise ValueError(
+                "a checkpoint that is not sharded needs a module as model_or_optimizer, to know "
+                f"each rank's part, not {target!r}"
+            )
+        if not (target is None or hasattr(target, "load_state_dict")):
+            raise ValueError(f"model_or_optimizer {target!r} has no load_state_dict")
+        if not isinstance(model_key, (str, type(None))):
+            raise ValueError(f"model_key {model_key!r} is neither a name nor None")
+
+    ranks.together(check)
     path = _path(chkpt_path, load_xser, master_dp_only) if sharded else Path(chkpt_path)
 
     def read() -> dict | None:
