@@ -1,4 +1,6 @@
-"""What a committed notebook looks like: how an executed one is cleaned, what is still wrong with it, and whether it is stale."""
+"""What a committed notebook looks like: how an executed one is cleaned, what is still wrong with
+it, and whether it is stale.
+"""
 
 import ast
 import hashlib

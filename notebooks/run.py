@@ -134,7 +134,9 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
 
 
 def refresh(notebooks: list[Path]) -> bool:
-    """Executes, cleans and writes back; a notebook with something in it that a reader should not see stays as it was."""
+    """Executes, cleans and writes back; a notebook with something in it that a reader should not
+    see stays as it was.
+    """
 
     def run(notebook: Path) -> str:
         begun = time.time()
@@ -185,7 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name)
         command.add_argument("names", nargs="*", metavar="NAME")
         if name == "tutorials":
-            command.add_argument("-p", nargs=2, action="append", default=[], metavar=("name", "value"), dest="parameters")
+            command.add_argument(
+                "-p", nargs=2, action="append", default=[], metavar=("name", "value"), dest="parameters"
+            )
     given = parser.parse_args(arguments)
     try:
         chosen = select(given.names)

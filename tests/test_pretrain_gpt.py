@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -252,6 +253,28 @@ def logged(given):
     with contextlib.redirect_stdout(text):
         found = pretrain(given)
     return text.getvalue(), [(step.loss, step.grad_norm) for step in found.steps], found.validation
+
+
+def broken(given):
+    def fail(step):
+        if step.step == 2:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        pretrain(given, fail)
+    return [type(thread).__name__ for thread in threading.enumerate()]
+
+
+def test_what_was_logged_of_a_run_that_breaks_is_written_out(ranks, data, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = dict(tensorboard_dir=str(tmp_path / "tb"), metrics_file=str(tmp_path / "results.json"))
+    (threads,) = ranks(broken, arguments(data, **files), world_size=1)
+    assert "_AsyncWriterThread" not in threads  # TensorBoard's
+    events = EventAccumulator(files["tensorboard_dir"]).Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2]
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert results["metrics"] == []  # it has no final loss
 
 
 def test_what_is_logged(ranks, data, tmp_path):

@@ -28,7 +28,9 @@ def on_trainium() -> bool:
 
 
 def only_compiles() -> bool:
-    """Whether `neuron_parallel_compile` runs this program: graphs are then compiled and not run, so no value means anything."""
+    """Whether `neuron_parallel_compile` runs this program: graphs are then compiled and not run, so
+    no value means anything.
+    """
     return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "") not in ("", "0")
 
 
@@ -69,7 +71,8 @@ def rank_environment(
             own name often does not resolve.
         local_rank, local_world_size: rank and number of ranks on this node; by default a single node.
         threads: threads each rank computes with. More ranks × threads than cores slow every rank down.
-        root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of Trainium meet there.
+        root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of
+            Trainium meet there.
 
     Raises:
         ValueError: unknown backend, or a rank outside its world.
@@ -165,8 +168,9 @@ def uses_xla() -> bool:
 def mark_step() -> None:
     """The end of a step: on `xla`, what was traced since the last one is compiled (the first time) and run.
 
-    The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere nothing waits to be run.
-    Every rank calls it, once a step and before it reads a value of that step.
+    The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere
+    nothing waits to be run. Every rank calls it, once a step and before it reads a value of that
+    step.
     """
     if uses_xla():
         import torch_xla

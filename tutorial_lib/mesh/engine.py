@@ -51,7 +51,9 @@ def boot(environment: dict[str, str], stale: list[str]) -> None:
 
 
 def join(backend: str, timeout: float, tp_size: int | None, address: str, port: int, control_port: int) -> None:
-    """Joins the process group whose store the kernel serves at `address:port`; torch, dist, rank … become variables."""
+    """Joins the process group whose store the kernel serves at `address:port`; torch, dist, rank …
+    become variables.
+    """
     import torch
     import torch.distributed as dist
 
@@ -65,8 +67,9 @@ def join(backend: str, timeout: float, tp_size: int | None, address: str, port: 
 
         initialize_model_parallel(tensor_model_parallel_size=tp_size)
     _shell.user_ns.update(
-        torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size(), device=launch.get_device(backend)
-    )
+        torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size(),
+        device=launch.get_device(backend),
+    )  # fmt: skip
 
 
 def leave() -> None:
@@ -150,7 +153,9 @@ def report(error: BaseException) -> dict:
 
 
 def _describe(frames: list[traceback.FrameSummary]) -> dict:
-    """The frames as far as they are the reader's or this package's, and the last one; what else was between is counted."""
+    """The frames as far as they are the reader's or this package's, and the last one; what else was
+    between is counted.
+    """
     cells = [i for i, frame in enumerate(frames) if _is_cell(frame.filename)]
     frames = frames[cells[0] :] if cells else frames[-1:]
     lines, skipped = [], 0

@@ -80,8 +80,9 @@ class LocalLauncher:
 class Engines:
     """`count` engines that are up.
 
-    Everything they leave on disk is in one temporary directory, and every process carries the id of the cluster: the reaper
-    ends the ones and removes the other when the kernel closes the engines, and also when it dies.
+    Everything they leave on disk is in one temporary directory, and every process carries the id of
+    the cluster: the reaper ends the ones and removes the other when the kernel closes the engines,
+    and also when it dies.
 
     Attributes:
         cluster_id: unique to these engines.
@@ -147,7 +148,8 @@ class Engines:
 
     def _log_tail(self) -> str:
         """The last lines that the processes of ipyparallel logged."""
-        lines = [line for log in sorted(Path(self._directory, "log").glob("*.log")) for line in log.read_text().splitlines()]
+        logs = sorted(Path(self._directory, "log").glob("*.log"))
+        lines = [line for log in logs for line in log.read_text().splitlines()]
         return "\n".join(["The last lines of their logs:", *lines[-10:]])
 
     def close(self) -> None:

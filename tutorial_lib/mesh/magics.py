@@ -21,7 +21,9 @@ def register(mesh) -> None:
 
     @magic_arguments()
     @argument("--rank", help="run on these ranks only, such as 0 or 1,3; by default on all")
-    @argument("--fails", action="store_true", help="the cell is meant to fail: print its error; an error if it does not")
+    @argument(
+        "--fails", action="store_true", help="the cell is meant to fail: print its error; an error if it does not"
+    )
     def px(line, cell):
         """Runs the cell on every rank of the mesh. All of it is run before anything else; there is no background."""
         given = parse_argstring(px, line)

@@ -8,10 +8,11 @@
 
     mesh.gather("rank")      # [0, 1, 2, 3]
 
-One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher left in it, and get what
-`torchrun` would give them. The kernel itself never touches a device and never imports torch-xla. Ranks run on the kernel's
-own machine (`tutorial_lib.mesh.engines`) or on nodes that SLURM gives (`tutorial_lib.mesh.slurm`). They are assigned by where
-an engine runs, never by its id.
+One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher
+left in it, and get what `torchrun` would give them. The kernel itself never touches a device and
+never imports torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.mesh.engines`) or on
+nodes that SLURM gives (`tutorial_lib.mesh.slurm`). They are assigned by where an engine runs, never
+by its id.
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
 `RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
@@ -137,7 +138,9 @@ class Mesh:
         print(f"{self}, up in {time.perf_counter() - began:.1f} s")
 
     def __str__(self) -> str:
-        axes = "" if self.tp_size is None else f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
+        axes = ""
+        if self.tp_size is not None:
+            axes = f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
         nodes = f" on {self.nodes} node{'s' * (self.nodes > 1)}" if self.launcher != "local" else ""
         return f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend {self.backend}"
 
@@ -206,7 +209,9 @@ class Mesh:
         self.start()
 
     def recover(self) -> None:
-        """Does what the ranks need after a cell that failed: nothing, `reset`, or `restart` where that is not enough."""
+        """Does what the ranks need after a cell that failed: nothing, `reset`, or `restart` where
+        that is not enough.
+        """
         if self._remedy:
             {"start": self.start, "reset": self.reset, "restart": self.restart}[self._remedy]()
 
@@ -283,7 +288,8 @@ class Mesh:
         if watch.reports:
             self._after(watch)
             finished = tasks.keys() - watch.reports.keys()
-            raise RankError("\n".join([describe_failure(watch.reports, finished), self._advice()]).strip(), watch.reports)
+            text = "\n".join([describe_failure(watch.reports, finished), self._advice()])
+            raise RankError(text.strip(), watch.reports)
 
     def _after(self, watch: Watch) -> None:
         """Decides what the ranks need now, and closes a process group whose ranks may be out of step."""
@@ -303,8 +309,8 @@ class Mesh:
         return {
             "": "",
             "start": "",
-            "reset": "The ranks may be out of step, so their process group is closed: mesh.reset() makes a new one and keeps "
-            "their variables.",
+            "reset": "The ranks may be out of step, so their process group is closed: "
+            "mesh.reset() makes a new one and keeps their variables.",
             "restart": "mesh.restart() starts new ranks.",
         }[self._remedy]
 

@@ -4,8 +4,9 @@ All processes of a mesh (engines, controller, their helpers, data-loader workers
 IPP_CLUSTER_ID, which ipyparallel sets and which is unique to the mesh. What carries it belongs to the mesh. So there is
 nothing to register, and nothing is missed that was started a moment before the kernel was killed.
 
-Run as a script, `reaper.py CLUSTER_ID DIRECTORY [COMMAND…]`, it is a small process that outlives its parent, the notebook's kernel,
-just long enough to clean up after it. COMMAND ends what runs on other machines.
+Run as a script, `reaper.py CLUSTER_ID DIRECTORY [COMMAND…]`, it is a small process that outlives
+its parent, the notebook's kernel, just long enough to clean up after it. COMMAND ends what runs on
+other machines.
 """
 
 import os

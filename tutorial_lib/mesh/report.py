@@ -54,8 +54,9 @@ def by_rank(texts: Mapping[int, str], world_size: int) -> str:
 def as_shown(text: str) -> str:
     """The text as a reader wants it.
 
-    Of a line that was overwritten (progress bars) the last state is left, as on a terminal. A cell is called so, and not
-    by the file that holds its source, whose name differs from rank to rank. Gloo's greetings are left out.
+    Of a line that was overwritten (progress bars) the last state is left, as on a terminal. A cell
+    is called so, and not by the file that holds its source, whose name differs from rank to rank.
+    Gloo's greetings are left out.
     """
     lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
     lines = (_CELL_FILE.sub("cell", line) for line in lines if not line.startswith("[Gloo] Rank "))
@@ -66,8 +67,8 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
     """Who is to blame, first and in full; who waited, in one line.
 
     Args:
-        reports: by rank, `{"error": …, "frames": […], "line": …, "waited_in": …}`. A rank that was still inside the cell has
-            no `error`; one that died has no frames.
+        reports: by rank, `{"error": …, "frames": […], "line": …, "waited_in": …}`. A rank that was
+            still inside the cell has no `error`; one that died has no frames.
         finished: ranks that ended the cell without an error.
     """
     waiting = {rank: r for rank, r in reports.items() if r["waited_in"]}
@@ -91,7 +92,8 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
         waits = ["; ".join(waits + absent)]
     elif stuck:
         waits += [
-            f"{name_ranks(ranks)} still ran (at: {first['line']})" for ranks, first in _same(stuck, key=lambda r: r["line"])
+            f"{name_ranks(ranks)} still ran (at: {first['line']})"
+            for ranks, first in _same(stuck, key=lambda r: r["line"])
         ]
     return "\n".join(parts + waits)
 

@@ -1,8 +1,9 @@
 """Ranks on the nodes of a SLURM cluster: one job of ipyparallel's SLURM launcher is one mesh.
 
-The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node and kernel have to
-share the folder of the repository. What is known of a rank's process comes from its engine and from the state of the
-job: SLURM ends the job if a node fails, if somebody cancels it or if its time is over, and then all of its ranks are gone.
+The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node
+and kernel have to share the folder of the repository. What is known of a rank's process comes from
+its engine and from the state of the job: SLURM ends the job if a node fails, if somebody cancels it
+or if its time is over, and then all of its ranks are gone.
 """
 
 import getpass

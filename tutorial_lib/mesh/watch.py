@@ -1,7 +1,8 @@
 """Waits for a task on several ranks until each has ended, one way or another.
 
-A rank may be beyond the reach of a message: stuck in a collective that a peer never enters. So there is a second way to it,
-through a store that a thread of the rank listens to (`tutorial_lib.mesh.engine`): to ask where it is, and to cut it loose.
+A rank may be beyond the reach of a message: stuck in a collective that a peer never enters. So
+there is a second way to it, through a store that a thread of the rank listens to
+(`tutorial_lib.mesh.engine`): to ask where it is, and to cut it loose.
 """
 
 import json
@@ -12,7 +13,8 @@ from datetime import timedelta
 import ipyparallel as ipp
 from torch.distributed import TCPStore
 
-GRACE = 3.0  # seconds that ranks get to end by themselves once another has failed, and again after each stronger measure
+# Seconds that ranks get to end by themselves once another has failed, and again after each stronger measure.
+GRACE = 3.0
 TICK = 0.05  # seconds between looks at the ranks
 PATIENCE = 2.0  # seconds that a rank gets to answer
 
@@ -81,7 +83,9 @@ class Watch:
         self.released = False
 
     def wait(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Returns when no rank is busy with its task any more. An interrupt ends the task on all ranks, then is raised."""
+        """Returns when no rank is busy with its task any more. An interrupt ends the task on all
+        ranks, then is raised.
+        """
         failed_at = None
         try:
             while pending := self._pending():

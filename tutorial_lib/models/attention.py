@@ -34,7 +34,12 @@ def hugging_face_mask(seen: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
 
 
 def core_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, scaling: float, dropout: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """`softmax(q kᵀ · scaling) v`, with every step written out.
 
@@ -52,7 +57,8 @@ def core_attention(
     batch, heads, length, size = query.shape
     groups = batch * key.size(1)
     rows, columns = query.reshape(groups, -1, size), key.reshape(groups, length, size).transpose(1, 2)
-    scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling).view(batch, heads, length, length)
+    scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling)
+    scores = scores.view(batch, heads, length, length)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if scores.device.type == "xla":  # elsewhere softmax computes in float32 and rounds once
         probabilities = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

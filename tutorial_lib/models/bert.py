@@ -1,8 +1,9 @@
 """BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices cut over the ranks.
 
-The attention is cut as in the developer guide: query, key and value by heads (column parallel), the output projection by
-its input (row parallel). By choice the feed-forward layers are cut likewise, and the vocabulary: word embeddings and the
-language-model head that is tied to them, with the cross entropy taken over the parts.
+The attention is cut as in the developer guide: query, key and value by heads (column parallel), the
+output projection by its input (row parallel). By choice the feed-forward layers are cut likewise,
+and the vocabulary: word embeddings and the language-model head that is tied to them, with the cross
+entropy taken over the parts.
 """
 
 import torch
@@ -71,7 +72,9 @@ class ParallelSelfAttention(hf.BertSelfAttention):
         self.query = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
         self.key = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
         self.value = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
-        self.num_attention_heads = divide(self.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+        self.num_attention_heads = divide(
+            self.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+        )
         self.all_head_size = divide(self.all_head_size, tp_size)
 
     def forward(self, *args, **kwargs):
@@ -177,7 +180,9 @@ class BertForPreTraining(hf.BertForPreTraining):
         exact = torch.promote_types(output.prediction_logits.dtype, torch.float32)
         tokens, sequences = num_items_in_batch.clamp(min=1).to(exact)
         masked_lm = self._token_losses(output.prediction_logits, labels).sum() / tokens
-        next_sentence = nn.functional.cross_entropy(output.seq_relationship_logits, next_sentence_label, reduction="sum")
+        next_sentence = nn.functional.cross_entropy(
+            output.seq_relationship_logits, next_sentence_label, reduction="sum"
+        )
         output.loss = masked_lm + next_sentence / sequences
         return output
 

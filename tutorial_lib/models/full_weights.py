@@ -41,8 +41,8 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     """Sets every parameter to this rank's part of a full state dict, in the parameter's dtype.
 
     Args:
-        full: of the Hugging Face model, under its names or those of its published checkpoints; not modified. What Hugging
-            Face's class ignores there (buffers of old versions) is ignored.
+        full: of the Hugging Face model, under its names or those of its published checkpoints; not
+            modified. What Hugging Face's class ignores there (buffers of old versions) is ignored.
 
     Raises:
         ValueError: names that are missing or too many, or a tensor of another shape.

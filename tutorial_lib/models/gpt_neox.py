@@ -1,8 +1,9 @@
 """GPT-NeoX with tensor and sequence parallelism: Hugging Face's `GPTNeoXForCausalLM`, cut over the ranks.
 
-Attention is cut by heads, the feed-forward layers by features, embedding and head by the vocabulary, with the cross entropy
-taken over the parts (Shoeybi et al., 2019). With sequence parallel, what lies between those layers (norms, dropout,
-residuals) is cut along the sequence, in the layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
+Attention is cut by heads, the feed-forward layers by features, embedding and head by the
+vocabulary, with the cross entropy taken over the parts (Shoeybi et al., 2019). With sequence
+parallel, what lies between those layers (norms, dropout, residuals) is cut along the sequence, in
+the layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
 """
 
 import torch
@@ -69,16 +70,18 @@ def layer_activation_bytes(
 ) -> float:
     """What one layer saves on one rank for its backward pass, without padding mask and dropout, in closed form.
 
-    In 2-byte elements about `SBH (6 + 24/T)` bytes, and with sequence parallel `SBH (6/T + 24/T)`. Korthikanti et al. (2022,
-    equations 2 and 4) have `SBH (10 + 24/T + 5NS/(HT))`: their 10 holds two norms with an input each (here both see the same,
-    so 2 less) and two dropout masks (2 less), and the last term is attention scores, which the attention kernel computes anew.
+    In 2-byte elements about `SBH (6 + 24/T)` bytes, and with sequence parallel `SBH (6/T + 24/T)`.
+    Korthikanti et al. (2022, equations 2 and 4) have `SBH (10 + 24/T + 5NS/(HT))`: their 10 holds
+    two norms with an input each (here both see the same, so 2 less) and two dropout masks (2 less),
+    and the last term is attention scores, which the attention kernel computes anew.
 
     Args:
         element: bytes of a number.
     """
     hidden, tokens, tp = config.hidden_size, batch * length, tp_size
     norms = 3 * hidden * element + 2 * 2 * 4  # their input, two outputs; mean and deviation of each token in float32
-    attention = 4 * hidden * element + 4 * config.num_attention_heads  # query, key, value, output; a float32 for each head
+    # Query, key, value, output; a float32 for each head.
+    attention = 4 * hidden * element + 4 * config.num_attention_heads
     mlp = 2 * config.intermediate_size * element  # before and behind the activation function
     return tokens * (norms / (tp if sequence_parallel else 1) + (attention + mlp) / tp)
 
@@ -99,7 +102,8 @@ class ParallelAttention(hf.GPTNeoXAttention):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         tp_size = parallel_state.get_tensor_model_parallel_size()
         self.num_heads = divide(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
-        hidden, common = config.hidden_size, dict(bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled)
+        hidden = config.hidden_size
+        common = dict(bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled)
         self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, gather_output=False, **common)
         self.dense = RowParallelLinear(hidden, hidden, input_is_parallel=True, **common)
 
@@ -204,9 +208,11 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
     """`transformers.GPTNeoXForCausalLM` over the tensor-parallel ranks; at size 1 it is that model.
 
     Args:
-        config: Hugging Face's. A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
-        sequence_parallel_enabled: cut norms, dropout and residuals along the sequence too. The gradients of norms and of
-            row-parallel biases are then shares, which `neuronx_distributed_config(sequence_parallel=True)` sums.
+        config: Hugging Face's. A vocabulary that the ranks do not divide is padded; the padding
+            takes no part in anything.
+        sequence_parallel_enabled: cut norms, dropout and residuals along the sequence too. The
+            gradients of norms and of row-parallel biases are then shares, which
+            `neuronx_distributed_config(sequence_parallel=True)` sums.
 
     Raises:
         ValueError: heads or a feed-forward size that the tensor-parallel size does not divide.
@@ -238,8 +244,8 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
         Args:
             input_ids, labels: `[B, S]`. The model shifts: position s predicts label s + 1, unless that is -100.
             attention_mask: `[B, S]`, 0 for padding. None stands for no padding; then no mask exists anywhere.
-            num_items_in_batch: what `count_targets` gives for the whole global batch. The loss is the sum over this batch
-                divided by that count. By default this batch is the whole.
+            num_items_in_batch: what `count_targets` gives for the whole global batch. The loss is
+                the sum over this batch divided by that count. By default this batch is the whole.
 
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide, or a cache.

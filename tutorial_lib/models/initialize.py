@@ -1,9 +1,10 @@
 """How a sharded Hugging Face model comes to its weights without any process holding all of them.
 
-A model is built on the meta device, where nothing is allocated, and its modules are exchanged there for parallel ones.
-Then `finish` allocates this rank's part and runs Hugging Face's initialisation over it, module by module; a sharded weight is
-drawn whole and cut. So the random numbers are the same at every degree, and the weights are bit for bit those of the Hugging
-Face model that is initialised the same way from the same seed (`hugging_face_reference`).
+A model is built on the meta device, where nothing is allocated, and its modules are exchanged there
+for parallel ones. Then `finish` allocates this rank's part and runs Hugging Face's initialisation
+over it, module by module; a sharded weight is drawn whole and cut. So the random numbers are the
+same at every degree, and the weights are bit for bit those of the Hugging Face model that is
+initialised the same way from the same seed (`hugging_face_reference`).
 """
 
 import torch
@@ -30,8 +31,8 @@ def finish(model: PreTrainedModel) -> None:
 def initialize_sharded(module: nn.Module, std: float) -> bool:
     """Initialises a module with sharded parameters as Hugging Face does plain ones; False if it is no such module.
 
-    Weights are normal with standard deviation `std`, a padding row and biases zero. Fused matrices are drawn one after the
-    other, as the plain modules are that they stand for.
+    Weights are normal with standard deviation `std`, a padding row and biases zero. Fused matrices
+    are drawn one after the other, as the plain modules are that they stand for.
     """
     if not isinstance(module, ShardedModule):
         return False

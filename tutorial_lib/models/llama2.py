@@ -1,8 +1,9 @@
 """Llama 2 with tensor and sequence parallelism: Hugging Face's `LlamaForCausalLM`, cut over the ranks.
 
-Query, key and value come from one multiplication, as do gate and up of the feed-forward layer. Weights that lie one behind the
-other are each cut for themselves, so that a rank has matching rows of all. With sequence parallel, what lies between the
-multiplications is cut along the sequence, in the layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
+Query, key and value come from one multiplication, as do gate and up of the feed-forward layer.
+Weights that lie one behind the other are each cut for themselves, so that a rank has matching rows
+of all. With sequence parallel, what lies between the multiplications is cut along the sequence, in
+the layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
 """
 
 import torch
@@ -202,8 +203,9 @@ class LlamaForCausalLM(hf.LlamaForCausalLM):
     """`transformers.LlamaForCausalLM` over the tensor-parallel ranks, for training: it keeps no cache.
 
     Args:
-        config: Hugging Face's. A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
-            Key and value heads that are fewer than the ranks are held by several of them.
+        config: Hugging Face's. A vocabulary that the ranks do not divide is padded; the padding
+            takes no part in anything. Key and value heads that are fewer than the ranks are held by
+            several of them.
         sequence_parallel_enabled: cut norms and residuals along the sequence too. The gradients of norms and of
             row-parallel biases are then shares, which `neuronx_distributed_config(sequence_parallel=True)` sums.
         use_flash_attention: PyTorch's fused kernel for attention.
@@ -241,7 +243,8 @@ class LlamaForCausalLM(hf.LlamaForCausalLM):
             input_ids, labels: `[B, S]`. The model shifts: position s predicts label s + 1, unless that is −100.
             attention_mask: `[B, S]`, 0 for padding. None stands for no padding: the mask is then a constant.
             position_ids: `[B, S]`; by default each row counts from 0.
-            num_items_in_batch: what `count_targets` gives for the whole global batch; by default this batch is the whole.
+            num_items_in_batch: what `count_targets` gives for the whole global batch; by default
+                this batch is the whole.
 
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide.

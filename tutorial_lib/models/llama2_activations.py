@@ -1,4 +1,6 @@
-"""What a layer of `llama2` keeps for backward, in bytes: the table of Korthikanti et al. (2022, section 4) for this layer."""
+"""What a layer of `llama2` keeps for backward, in bytes: the table of Korthikanti et al. (2022,
+section 4) for this layer.
+"""
 
 from torch import nn
 from transformers import LlamaConfig

@@ -1,10 +1,12 @@
 """The collectives, each a pure function: no input is modified, on any backend.
 
-Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed` (gloo, NCCL) at once;
-XLA tensors are traced into the graph with their replica groups, as a compiler for Trainium needs them; tensors on the meta
-device, which hold no values, do not travel, and the result has the right shape (`tutorial_lib.dry_run`). Names are
-those of `neuronx_distributed.parallel_layers.comm`, whose functions write into their arguments: so there is no `output`
-here, no list of tensors, and no `shard_count` or `pin_layout`, which follow from the group.
+Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed`
+(gloo, NCCL) at once; XLA tensors are traced into the graph with their replica groups, as a compiler
+for Trainium needs them; tensors on the meta device, which hold no values, do not travel, and the
+result has the right shape (`tutorial_lib.dry_run`). Names are those of
+`neuronx_distributed.parallel_layers.comm`, whose functions write into their arguments: so there is
+no `output` here, no list of tensors, and no `shard_count` or `pin_layout`, which follow from the
+group.
 """
 
 import builtins
@@ -40,9 +42,12 @@ class Collective(NamedTuple):
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that a rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005), as the ranks' mean."""
+        """Bytes that a rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005),
+        as the ranks' mean.
+        """
         n = self.group_size
-        factor = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1, "broadcast": (n - 1) / n}
+        part = (n - 1) / n
+        factor = {"all_reduce": 2 * part, "reduce_scatter": part, "all_gather": n - 1, "broadcast": part}
         return factor[self.kind] * self.nbytes
 
 
@@ -206,7 +211,8 @@ def reduce_scatter_start(
     axis = parallel_state.axis_of(groups)
     if tensor.size(scatter_dim) % axis.size:
         raise ValueError(
-            f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the group's size {axis.size}"
+            f"dimension {scatter_dim} of size {tensor.size(scatter_dim)} is not divisible by the "
+            f"group's size {axis.size}"
         )
     if axis.size == 1:
         return Pending(tensor * scale if scale != 1.0 else tensor if reuse else tensor.clone())
@@ -272,7 +278,8 @@ def reduce_scatter(
         groups: as for `all_reduce`.
 
     Raises:
-        ValueError: an unknown `reduce_type` or group, or a dimension that is not there or does not divide, with the numbers.
+        ValueError: an unknown `reduce_type` or group, or a dimension that is not there or does not
+            divide, with the numbers.
     """
     return reduce_scatter_start(reduce_type, tensor, scale, scatter_dim, groups).wait()
 

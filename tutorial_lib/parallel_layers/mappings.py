@@ -1,9 +1,10 @@
 """The autograd pairs of tensor and sequence parallelism: what a region does forward, and what backward.
 
-Each pair is a collective and its adjoint, so a gradient is right wherever the pair stands (Shoeybi et al., 2019, section
-3; Korthikanti et al., 2022, section 4.2). Its backward is the other region of the pair, with a gradient of its own, so that
-second derivatives are right too. Names are those of `neuronx_distributed.parallel_layers.mappings`. Where
-`process_group` is None it is the tensor-parallel one; in a group of one rank every pair is the identity.
+Each pair is a collective and its adjoint, so a gradient is right wherever the pair stands (Shoeybi
+et al., 2019, section 3; Korthikanti et al., 2022, section 4.2). Its backward is the other region of
+the pair, with a gradient of its own, so that second derivatives are right too. Names are those of
+`neuronx_distributed.parallel_layers.mappings`. Where `process_group` is None it is the
+tensor-parallel one; in a group of one rank every pair is the identity.
 """
 
 import torch
@@ -96,7 +97,9 @@ class _GatherFromRegion(Function):
 
 
 class _GatherToShardedRegion(_GatherFromRegion):
-    """forward: all-gather along `dim` / backward: reduce-scatter, as what follows is sharded and each rank holds a part."""
+    """forward: all-gather along `dim` / backward: reduce-scatter, as what follows is sharded and
+    each rank holds a part.
+    """
 
     @staticmethod
     def backward(ctx, grad):
@@ -151,7 +154,9 @@ def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     return _ReduceScatterToRegion.apply(x, partition_dim, process_group, None)
 
 
-def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+def scatter_input_channels_to_tensor_model_parallel_region(
+    x: torch.Tensor, process_group: Group = None
+) -> torch.Tensor:
     """forward: keep this rank's chunk of dim 1 / backward: all-gather along it."""
     return _ScatterToRegion.apply(x, 1, process_group)
 

@@ -56,8 +56,9 @@ def initialize_model_parallel(
     """Builds the groups of every axis. Every rank calls it; a second call builds them anew.
 
     Args:
-        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: ranks
-            along each axis. What they leave of the world is data parallel.
+        tensor_model_parallel_size, pipeline_model_parallel_size: ranks along these axes.
+        context_parallel_size, expert_model_parallel_size: likewise. What they leave of the world is
+            data parallel.
         skip_collective_init, lnc_size: accepted for the vendor's library's sake; nothing here depends on them.
         mesh_only: return the groups as lists of ranks and create nothing.
         trn1_tp4_ring: see `layout`.
@@ -314,7 +315,10 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     wanted = arrange_kv_groups(_axis("tp").replica_groups, kv_shared_group_size, sequential_ranks_in_group)
     if "kv" in _axes:
         if _axes["kv"].replica_groups != wanted:
-            raise ValueError(f"kv groups {_axes['kv'].replica_groups} exist, {wanted} were asked for: call destroy_kv_group first")
+            raise ValueError(
+                f"kv groups {_axes['kv'].replica_groups} exist, {wanted} were asked for: "
+                "call destroy_kv_group first"
+            )
         return
     _add_axis("kv", wanted)
 

@@ -49,8 +49,8 @@ def layout(
     )
     if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 1 for n in (*sizes, world_size)):
         raise ValueError(
-            f"sizes must be whole numbers from 1 on: world {world_size!r}, tensor {tp!r}, pipeline {pp!r}, context {cp!r}, "
-            f"expert {ep!r}"
+            f"sizes must be whole numbers from 1 on: world {world_size!r}, tensor {tp!r}, "
+            f"pipeline {pp!r}, context {cp!r}, expert {ep!r}"
         )
     if world_size % (tp * pp * cp):
         raise ValueError(
@@ -66,8 +66,8 @@ def layout(
     if trn1_tp4_ring is not None:
         if tp != 4 or trn1_tp4_ring % 4 or world_size % trn1_tp4_ring:
             raise ValueError(
-                f"the trn1 ring is for tensor parallel size 4 (got {tp}) on nodes of a multiple of 4 ranks that divides "
-                f"the world (got {trn1_tp4_ring} of {world_size})"
+                f"the trn1 ring is for tensor parallel size 4 (got {tp}) on nodes of a multiple of 4 "
+                f"ranks that divides the world (got {trn1_tp4_ring} of {world_size})"
             )
         ranks = ranks.reshape(-1, 4, trn1_tp4_ring // 4).swapaxes(1, 2).reshape(-1)
 

@@ -32,7 +32,9 @@ def divide(numerator: int, denominator: int, what: str = "") -> int:
 def split_tensor_along_dim(
     tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Equal chunks of `tensor` along `dim`: views; with `contiguous_split_chunks` copies where a view is not contiguous."""
+    """Equal chunks of `tensor` along `dim`: views; with `contiguous_split_chunks` copies where a
+    view is not contiguous.
+    """
     size = divide(tensor.size(dim), num_partitions, f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}")
     chunks = torch.split(tensor, size, dim=dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
@@ -54,7 +56,7 @@ TENSOR_PARALLEL_ATTRIBUTES = {
 }
 # Further marks that have to follow a parameter wherever it goes.
 PARAMETER_MARKS = (
-    "sequence_parallel_enabled",  # its gradient is of this rank's part of the sequence: to be summed over tensor parallel
+    "sequence_parallel_enabled",  # its gradient is of a part of the sequence: summed over tensor parallel
     "expert_model_parallel",
     "shared",  # a second copy of a weight that another pipeline stage counts
     "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
@@ -109,8 +111,8 @@ def is_tensor_parallel(parameter: torch.Tensor) -> bool:
 def param_is_not_tensor_parallel_duplicate(parameter: torch.Tensor) -> bool:
     """True for a sharded parameter, and for a replicated one on the first rank of the tensor-parallel group alone.
 
-    So a sum counts each value once, but for key and value heads that a kv group shares (`kv_shared_numel`); `get_grad_norm`
-    knows those too.
+    So a sum counts each value once, but for key and value heads that a kv group shares
+    (`kv_shared_numel`); `get_grad_norm` knows those too.
     """
     return is_tensor_parallel(parameter) or parallel_state.get_tensor_model_parallel_rank() == 0
 

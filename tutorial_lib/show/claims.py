@@ -47,7 +47,9 @@ class Claims:
         if relation not in _RELATIONS:
             raise ValueError(f"relation {relation!r} is not one of {', '.join(_RELATIONS)}")
         if not (isinstance(tolerance, Real) and tolerance >= 0) or (tolerance and relation != "=="):
-            raise ValueError(f"tolerance {tolerance!r} with relation {relation!r}: give a number ≥ 0, and 0 for a bound")
+            raise ValueError(
+                f"tolerance {tolerance!r} with relation {relation!r}: give a number ≥ 0, and 0 for a bound"
+            )
         measured, expected = plain(measured), plain(expected)
         numbers = all(isinstance(value, Real) for value in (measured, expected))
         if not numbers and (tolerance or relation != "=="):
@@ -64,7 +66,8 @@ class Claims:
         self._file.update(lambda content: content.update(claims=claims))
         if not passed and not only_compiles():
             distance = f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
-            raise ClaimError(f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}{distance}")
+            wanted = _expectation(self._claims[name])
+            raise ClaimError(f"{name}: measured {text(measured)}, expected {wanted}{distance}")
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""

@@ -59,7 +59,9 @@ def verdict(
 
 def _blank(answer: Any) -> bool:
     """Nothing filled in: None, or as many of it as the question has parts."""
-    return answer is None or (isinstance(answer, (list, tuple)) and bool(answer) and all(part is None for part in answer))
+    if isinstance(answer, (list, tuple)):
+        return bool(answer) and all(part is None for part in answer)
+    return answer is None
 
 
 def _difference(answer: Any, right: Any, tolerance: float) -> str | None:

@@ -104,17 +104,23 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
     axes.title.set(x=0.35 / 3.95, ha="left")  # above the weight's left edge
     axes.axis("off")
     for part in range(parts):
-        x, y, w, h = (part * width / parts, 0, width / parts, height) if dim % 2 else (0, part * height / parts, width, height / parts)
+        x, y, w, h = 0, part * height / parts, width, height / parts
+        if dim % 2:
+            x, y, w, h = part * width / parts, 0, width / parts, height
         axes.add_patch(Rectangle((x, y), w, h, fc=colour(part), ec="white", lw=1.5))
-        axes.text(x + w / 2, y + h / 2, f"rank {part}", ha="center", va="center", color=_ink_on(colour(part)), fontsize=8, weight="bold")
+        place = dict(ha="center", va="center", color=_ink_on(colour(part)), fontsize=8, weight="bold")
+        axes.text(x + w / 2, y + h / 2, f"rank {part}", **place)
     piece = (rows, columns // parts) if dim % 2 else (rows // parts, columns)
     axes.text(width / 2, -0.05, f"{columns:,}", ha="center", va="bottom", fontsize=8)
     axes.text(-0.05, height / 2, f"{rows:,}", ha="right", va="center", fontsize=8)
-    axes.text(width + 0.12, height / 2, f"{rows:,} × {columns:,} in all\n{piece[0]:,} × {piece[1]:,} on each rank", va="center", fontsize=8)
+    sizes = f"{rows:,} × {columns:,} in all\n{piece[0]:,} × {piece[1]:,} on each rank"
+    axes.text(width + 0.12, height / 2, sizes, va="center", fontsize=8)
     return Picture(figure)
 
 
-def curves(series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: str = "step", title: str = "") -> Picture:
+def curves(
+    series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: str = "step", title: str = ""
+) -> Picture:
     """A line for each series over its steps, from 1. The later of two that coincide is dashed, so that both show."""
     figure, (axes,) = _axes(2.8, title=title)
     for index, (name, values) in enumerate(series.items()):

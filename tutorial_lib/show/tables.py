@@ -14,7 +14,13 @@ class Table:
     """Rows of cells below a header. Numbers stand to the right, a column's fractions with the same decimals; rows in
     `marked` are bold and carry an arrow."""
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", marked: set[int] = frozenset()):
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        caption: str = "",
+        marked: set[int] = frozenset(),
+    ):
         wrong = [len(row) for row in rows if len(row) != len(columns)]
         if wrong:
             raise ValueError(f"a row of {wrong[0]} cells in a table of {len(columns)} columns")
@@ -66,7 +72,9 @@ def text(value: Any) -> str:
 
 
 def texts(values: Sequence[Any]) -> list[str]:
-    """Cells of one quantity. Fractions but for a plain 0 get the decimals of the one that needs most, so they line up."""
+    """Cells of one quantity. Fractions but for a plain 0 get the decimals of the one that needs
+    most, so they line up.
+    """
     values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     shown = [text(value) for value in values]
     fractions = [i for i, value in enumerate(values) if isinstance(value, float) and value and math.isfinite(value)]

@@ -15,7 +15,8 @@ from .metrics import Metric, TrainingMetrics
 class GPTLogger:
     """Takes every step and every validation; speaks on rank 0 alone.
 
-    Times are of steps only: call `restart_clock` after a validation or a save.
+    Times are of steps only: call `restart_clock` after a validation or a save. It is a context manager, for a whole
+    run.
 
     Args:
         arguments: intervals, folder of events, file of metrics.
@@ -102,11 +103,14 @@ class GPTLogger:
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name} vs samples", value, iteration * self.batch)
 
-    def close(self) -> None:
-        """Writes out what is held back, and what was seen over the whole run."""
+    def __enter__(self) -> "GPTLogger":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Writes out what is held back, and of a run that did not break what was seen over all of it."""
         if self._writer:
             self._writer.close()
-        if self._metrics and self._losses:
+        if self._metrics and self._losses and kind is None:
             speeds = [self.batch / seconds for seconds in self._seconds]
             self._metrics.store_metrics(
                 [

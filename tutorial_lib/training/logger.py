@@ -1,4 +1,6 @@
-"""What rank 0 says of each step: a line on standard output and TensorBoard scalars, named as in the tutorials' scripts."""
+"""What rank 0 says of each step: a line on standard output and TensorBoard scalars, named as in the
+tutorials' scripts.
+"""
 
 import time
 

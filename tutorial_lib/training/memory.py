@@ -32,7 +32,8 @@ def require_memory(
     elif backend == "xla" and on_trainium():
         available, where = TRAINIUM_CORE, "are on a NeuronCore"
     else:
-        available, where = psutil.virtual_memory().available // local_ranks, f"are free for each of {local_ranks} ranks here"
+        available = psutil.virtual_memory().available // local_ranks
+        where = f"are free for each of {local_ranks} ranks here"
     if bytes_per_rank > available:
         message = f"a rank needs at least {bytes_per_rank:,} bytes, and {available:,} {where}"
         raise ValueError(message if report is None else f"{message}. What it would be:\n\n{report()}")
@@ -55,7 +56,8 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer) -> int:
-    """Bytes of every tensor that the optimizer keeps: moments, step counters, and with ZeRO-1 this rank's shard of the weights.
+    """Bytes of every tensor that the optimizer keeps: moments, step counters, and with ZeRO-1 this
+    rank's shard of the weights.
 
     Args:
         optimizer: PyTorch's, `NeuronZero1Optimizer`, or an `NxDOptimizer` around either.

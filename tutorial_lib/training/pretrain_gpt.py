@@ -143,7 +143,7 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
         num_workers=arguments.num_workers,
         broadcast=arguments.broadcast_data,
     )
-    with Interruption() as interruption:
+    with logger, Interruption() as interruption:
         logger.restart_clock()
         run.steps = train(
             model,
@@ -158,7 +158,6 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
         )
         if run.steps:
             save(run.steps[-1].step)
-    logger.close()
     return run
 
 

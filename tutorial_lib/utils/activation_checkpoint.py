@@ -16,7 +16,9 @@ from tutorial_lib.parallel_layers.random import checkpoint
 class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
     """Runs the wrapped module under checkpointing; the names of parameters and modules stay what they were."""
 
-    def named_modules(self, memo=None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo=None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """The modules inside, under the names they had before they were wrapped."""
         yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
@@ -30,7 +32,8 @@ def checkpoint_wrapper(
     """`module`, recomputing its activations in backward.
 
     Args:
-        checkpoint_impl: only `NO_REENTRANT`: the older kind neither replays every random stream nor sees keyword inputs.
+        checkpoint_impl: only `NO_REENTRANT`: the older kind neither replays every random stream nor
+            sees keyword inputs.
         checkpoint_fn: called as `checkpoint_fn(module, *inputs, **checkpoint_fn_kwargs)`.
 
     Raises:
