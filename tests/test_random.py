@@ -155,6 +155,14 @@ def test_forks_in_each_other_draw_no_number_twice():
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
 
 
+def test_states_are_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        state = random.get_rng_state()
+        drawn = torch.rand(3, device="cpu")
+        random.set_rng_state(state)
+        assert torch.equal(torch.rand(3, device="cpu"), drawn)
+
+
 def test_a_retained_graph_is_recomputed_alike():
     model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     y = random.checkpoint(lambda x: F.dropout(torch.tanh(model(x)), 0.5), x).sum()

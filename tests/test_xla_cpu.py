@@ -340,6 +340,31 @@ def test_a_step_boundary_between_forward_and_backward(ranks):
     assert ranks(boundary_before_backward, world_size=2, **XLA) == [True, True]
 
 
+def without_a_graph():
+    """What needs no computation, over a step's boundary."""
+    from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+
+    _, _, xla_cpu = _xla()
+    launch.mark_step()
+    before = launch.compilations(), xla_cpu.graphs()
+    with torch.device("xla"):
+        model_parallel_xla_manual_seed(3)
+    x = torch.arange(3.0).to("xla")
+    copies = [x.clone(), x.clone().detach()]
+    launch.mark_step()
+    copies[0] += 1
+    x.fill_(7)
+    after = launch.compilations(), xla_cpu.graphs()
+    kept = copies[1].tolist()
+    launch.mark_step()
+    return before == after, kept, copies[0].tolist(), copies[1].tolist()
+
+
+def test_copies_and_seeds_compile_nothing(ranks):
+    expected = (True, [0, 1, 2], [1, 2, 3], [0, 1, 2])
+    assert ranks(restarted, without_a_graph, world_size=2, **XLA) == [expected] * 2
+
+
 def torch_xla_ways():
     torch_xla, xm, xla_cpu = _xla()
     import torch_xla.distributed.parallel_loader as parallel_loader

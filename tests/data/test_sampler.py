@@ -25,6 +25,13 @@ def make(size=24, batch=2, dp=2, rank=0, **options):
     return ResumableBatchSampler(Numbers(size), batch, num_replicas=dp, rank=rank, **options)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_order_is_drawn_on_the_host_whatever_the_default_device(shuffle):
+    expected = next(iter(make(shuffle=shuffle)))
+    with torch.device("meta"):
+        assert next(iter(make(shuffle=shuffle))) == expected
+
+
 def train(steps, state=None, num_workers=0, **options):
     """What one rank's loop sees: its samples by optimizer step, and its state after the last."""
     sampler = make(**options)

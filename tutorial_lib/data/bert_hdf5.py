@@ -85,7 +85,7 @@ class PretrainingDataset(Dataset):
             torch.from_numpy(sample["segment_ids"]),
             torch.from_numpy(sample["input_mask"]),
             torch.from_numpy(labels),
-            torch.tensor(sample["next_sentence_labels"]),
+            torch.tensor(sample["next_sentence_labels"], device="cpu"),
         ]
 
     def __getstate__(self) -> dict:

@@ -43,7 +43,7 @@ def gpt_batches(
         stream = iter(loader)
     shape = (sampler.batch_size, dataset.seq_length + 1)
     while True:
-        text, error = torch.zeros(shape, dtype=torch.int64), None
+        text, error = torch.zeros(shape, dtype=torch.int64, device="cpu"), None
         try:
             if reads:
                 text = next(stream)["text"]

@@ -90,9 +90,9 @@ class ResumableBatchSampler(DistributedSampler):
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(len(self.dataset))
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(len(self.dataset), generator=generator)
+            return torch.arange(len(self.dataset), device="cpu")
+        generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
+        return torch.randperm(len(self.dataset), generator=generator, device="cpu")
 
     def advance(self, batches: int = 1) -> None:
         """Count `batches` batches of each rank as consumed.
@@ -171,5 +171,5 @@ def data_loader(
         worker_init_fn=worker_init_fn,
         collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator().manual_seed(sampler.seed + sampler.rank),
+        generator=torch.Generator("cpu").manual_seed(sampler.seed + sampler.rank),
     )

@@ -46,7 +46,8 @@ def _default_state() -> State:
         state["cuda"] = torch.cuda.get_rng_state()
     if _xla():
         seed = _xla().get_rng_state()  # 64 bits without a sign
-        state["xla"] = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64)
+        seed = seed - 2**64 if seed >= 2**63 else seed
+        state["xla"] = torch.tensor(seed, dtype=torch.int64, device="cpu")
     return state
 
 
@@ -176,7 +177,7 @@ def separate_replicas() -> None:
     """
     if len(parallel_state.get_zero1_sharding_groups()[0]) == 1:
         return
-    seed = int(torch.randint(2**31, ()))
+    seed = int(torch.randint(2**31, (), device="cpu"))
     if replica := _replica():
         _seed_default(seed + _DATA_PARALLEL_OFFSET * replica)
 
@@ -268,7 +269,7 @@ def get_rng_state() -> dict:
         },
         "python": {
             "version": version,
-            "words": torch.tensor(words, dtype=torch.int64),
+            "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
             "gauss": gauss,
         },
     }

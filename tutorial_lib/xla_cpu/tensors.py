@@ -268,7 +268,7 @@ def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]
 def drop_rest(device: str) -> None:
     """Forgets the graphs that are still pending: earlier values that nobody can reach, kept by C++.
 
-    Should somebody reach one after all, torch-xla refuses to read it, as it has no data.
+    Should somebody reach one after all, torch-xla refuses to read it, as it has no data. What is a mere copy of data (a
+    `clone()`) gets it: torch-xla's own end of a step would compile a graph for that.
     """
-    if count_pending(device):
-        _XLAC._clear_pending_irs(device)
+    _XLAC._clear_pending_irs(device)
