@@ -129,6 +129,34 @@ def test_views_aliases_ties_attributes_and_held_tensors_survive_a_step(ranks):
         assert rank == [[2.0] * 4, [2.0] * 3, [2.0] * 4, [4.0] * 4, [6.0] * 4, [10.0] * 4]
 
 
+def views_of_earlier_values():
+    torch_xla, _, _ = _xla()
+    buffer = torch.zeros(4).to("xla")
+    weight, bias = nn.Parameter(buffer[:2]), nn.Parameter(buffer[2:])
+    torch_xla.sync()
+    square = buffer.view(2, 2)  # of a tensor that has its value
+    alone = nn.Parameter(torch.zeros(2, 2).to("xla"))  # a view of a tensor that nobody holds
+    flat, row = alone.data.view(-1), alone.detach()[0]
+    seen = []
+    for step in range(2):
+        torch_xla.sync()
+        buffer.add_(1)
+        with torch.no_grad():
+            weight.mul_(2), alone.add_(1)
+        torch_xla.sync()
+        square[1].mul_(3), flat.add_(1)
+        torch_xla.sync()
+        seen += [[t.tolist() for t in (buffer, weight, bias, square.flatten())]]
+        seen += [[t.tolist() for t in (flat, row, alone.flatten())]]
+    return seen
+
+
+def test_views_of_what_an_earlier_step_computed_stay_views(ranks):
+    expected = [[[2.0, 2.0, 3.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 2.0, 3.0, 3.0]], [[2.0] * 4, [2.0] * 2, [2.0] * 4]]
+    expected += [[[6.0, 6.0, 12.0, 12.0], [6.0, 6.0], [12.0] * 2, [6.0, 6.0, 12.0, 12.0]], [[4.0] * 4, [4.0] * 2, [4.0] * 4]]
+    assert ranks(views_of_earlier_values, world_size=2, **XLA) == [expected] * 2
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 

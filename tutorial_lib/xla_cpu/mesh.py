@@ -44,10 +44,10 @@ class Mesh:
     def run_pending(self, device: str) -> int:
         """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
         self._fence.wait()
-        pending = tensors.find_pending(self._live, self._packed, device)
+        pending, whole_storages = tensors.find_pending(self._live, self._packed, device)
         if pending:
             results = self.client.run([aliases[0] for aliases in pending.values()])
-            tensors.set_data(pending, results)
+            tensors.set_data(pending, whole_storages, results)
         tensors.drop_rest(device)
         self._guard.open()
         _XLAC._set_all_reduce_token(device, None)

@@ -17,6 +17,8 @@ import torch_xla
 from torch.autograd.graph import saved_tensors_hooks
 
 _XLAC = torch_xla._XLAC
+_functionalization = torch._C._functionalization
+_WHOLE = _functionalization.detach_ViewMeta, _functionalization.alias_ViewMeta
 _OLDEST = 2  # the collector's generation of objects that stay
 
 
@@ -168,22 +170,34 @@ def count_pending(device: str) -> int:
     return sum(_XLAC._check_device_tensor_need_materialization(device))
 
 
-def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> dict[int, list[torch.Tensor]]:
-    """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases."""
+Pending = dict[int, list[torch.Tensor]]
+
+
+def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> tuple[Pending, set[int]]:
+    """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases.
+
+    Second, the storages that will have their whole value after the step, so that a view of one can stay one.
+    """
     gc.collect()  # see LiveTensors
-    expected = count_pending(device)
-    if not expected:
-        return {}
-    pending: dict[int, list[torch.Tensor]] = defaultdict(list)
+    if not count_pending(device):
+        return {}, set()
+    pending: Pending = defaultdict(list)
     seen: dict[int, torch.Tensor] = {}  # holds them, so that no id is used twice
     _add(pending, seen, _with_held_by_them(live))
-    if len(pending) < expected:
+    if len(pending) < count_pending(device):
         with packed.look():
             _add(pending, seen, _saved_for_backward([t for ts in pending.values() for t in ts]))
-    return dict(sorted(pending.items()))
+    all_found = len(pending) == count_pending(device)
+    functional = filter(torch._is_functional_tensor, seen.values())
+    return dict(sorted(pending.items())), {torch._C._storage_id(t) for t in functional if all_found or _is_whole(t)}
 
 
-def _add(pending: dict[int, list[torch.Tensor]], seen: dict[int, torch.Tensor], tensors: Iterable) -> None:
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a functional tensor is all of its storage, as it lies there. A parameter is a `detach` of what it is made of."""
+    return all(isinstance(step, _WHOLE) for step in _functionalization.get_view_meta_sequence(tensor))
+
+
+def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> None:
     new = []
     for tensor in tensors:
         if id(tensor) not in seen:
@@ -233,35 +247,39 @@ def _saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
                 todo.append(successor)
 
 
-def set_data(pending: dict[int, list[torch.Tensor]], results: list[torch.Tensor]) -> None:
+def set_data(pending: Pending, whole_storages: set[int], results: list[torch.Tensor]) -> None:
     """Gives each pending tensor its result, shared, not copied. Views stay views, aliases aliases, versions unchanged.
+
+    Args:
+        pending, whole_storages: from `find_pending`.
+        results: a value for each entry of `pending`, in its order.
 
     A tensor and its views share one functional storage, from which torch brings each of them up to date when another
     was written. So a whole tensor is written into the storage, and its views, regenerated from there, get their own
     results in place of the slices they would be. What was made under a dispatch mode written in Python (a counter of
     operations, say) has no such storage, and may be the inside of one that has.
     """
-    views, written = [], set()
+    views = []
     for found, result in zip(pending.values(), results):
         inner = torch._from_functional_tensor(result)
-        tensors = [t for t in found if torch._is_functional_tensor(t)]
         for bare in found:
             if not torch._is_functional_tensor(bare):
                 bare.data = inner
-        whole = [t for t in tensors if torch._is_functional_tensor_base(t)]
+        tensors = [t for t in found if torch._is_functional_tensor(t)]
+        whole = [t for t in tensors if _is_whole(t)]
         if whole:
             torch._functionalize_replace(whole[0], inner)
             torch._functionalize_commit_update(whole[0])
             for tensor in whole:
                 torch._functionalize_sync(tensor)
-        written.update(map(torch._C._storage_id, whole))
-        views += [(t, inner, result) for t in tensors if not torch._is_functional_tensor_base(t)]
+        views += [(t, inner, result) for t in tensors if not _is_whole(t)]
     for view, inner, result in views:
-        if torch._C._storage_id(view) in written:
+        if torch._C._storage_id(view) in whole_storages:
             torch._functionalize_sync(view)
             torch._functionalize_replace(view, inner)
         else:
-            # Nobody can reach the tensor that this is a part of, so it need not be kept: the view becomes a whole.
+            # The tensor that this is a part of is out of reach and has no value after this: the view becomes a whole.
+            # (Two such views that overlap no longer share what is written later.)
             view.data = result
 
 
