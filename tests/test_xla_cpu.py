@@ -164,7 +164,11 @@ def reading_on_ranks():
     torch_xla, xm, _ = _xla()
     x = torch.arange(4.0).to("xla")
     total = _sum(xm, x, [[0, 1]]).sum()
+    many, spare = x + total, x * 2
     ways = [
+        lambda: complex(total), total.is_nonzero, lambda: many.numpy(force=True), many.nonzero, many.unique,
+        lambda: torch.nonzero(many), lambda: torch.equal(many, x), lambda: x.allclose(many), lambda: x[many > 2],
+        lambda: x.masked_select(many > 2), lambda: spare.__setitem__(many > 2, 0.0), lambda: torch.zeros(4).__setitem__(0, total),
         total.item, lambda: repr(total), total.cpu, lambda: total.to("cpu"), lambda: float(total), lambda: bool(total > 0),
         total.tolist, lambda: torch.zeros(()).copy_(total), lambda: f"{total:.2f}", lambda: xm.unlazy([total]),
     ]  # fmt: skip
@@ -172,13 +176,55 @@ def reading_on_ranks():
         with pytest.raises(RuntimeError, match="mark_step"):
             way()
     total.to(torch.float64), total.to("xla"), total.to(x), x.clone().copy_(total)  # these stay on the device
+    assert many[1].shape == () and many[x.long()].shape == (4,)  # and these
     local = (x * 2).sum().item(), x.tolist()  # neither depends on a collective
+    spare[x + 1 > 2] = 0.0  # nor does the mask
+    assert spare.tolist() == [0.0, 2.0, 0.0, 0.0] and torch.equal(x[x * 2 > 2], x[2:])
     torch_xla.sync()
     return total.item(), *local, (total + 1).item()
 
 
 def test_a_value_behind_a_collective_is_refused_before_the_step_and_right_after_it(ranks):
     assert ranks(reading_on_ranks, world_size=2, **XLA) == [(12.0, 12.0, [0.0, 1.0, 2.0, 3.0], 13.0)] * 2
+
+
+def stopped_with_a_collective_pending():
+    torch_xla, xm, xla_cpu = _xla()
+    x = torch.ones(3).to("xla")
+    y = _sum(xm, x, [[0, 1]])
+    xla_cpu.stop()
+    with pytest.raises(RuntimeError):
+        y.tolist()
+    xla_cpu.start()
+    with pytest.raises(RuntimeError):
+        y.tolist()
+    z = _sum(xm, x, [[0, 1]])
+    torch_xla.sync()
+    return z.tolist()
+
+
+def test_a_collective_that_never_ran_has_no_value(ranks):
+    assert ranks(stopped_with_a_collective_pending, world_size=2, **XLA) == [[2.0] * 3] * 2
+
+
+def a_graph_that_does_not_compile():
+    torch_xla, xm, _ = _xla()
+    x = torch.ones(2).to("xla")
+
+    def step():
+        parts = xm.reduce_scatter("sum", [x, x + 1], 1.0, 0, 2, pin_layout=False)  # of a list: XLA has no such thing
+        with pytest.raises(Exception, match="reduce_scatter"):
+            torch_xla.sync()
+        return len(parts)
+
+    step()
+    total = _sum(xm, x, [[0, 1]])
+    torch_xla.sync()
+    return total.tolist()
+
+
+def test_a_step_that_fails_to_compile_does_not_take_the_next_one_with_it(ranks):
+    assert ranks(a_graph_that_does_not_compile, world_size=2, **XLA) == [[2.0] * 2] * 2
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

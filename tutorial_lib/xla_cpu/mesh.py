@@ -27,6 +27,8 @@ class Mesh:
         xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
 
     def close(self) -> None:
+        if self._guard.is_closed():  # nobody will run these collectives now, and torch-xla would do it alone
+            tensors.drop_rest(str(torch_xla.device()))
         _XLAC._xla_step_marker = self._own_step_marker
         xr._WORLD_SIZE, xr._ORDINAL = self._own_world
         self._packed.remove()
@@ -45,10 +47,11 @@ class Mesh:
         """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
         self._fence.wait()
         pending, whole_storages = tensors.find_pending(self._live, self._packed, device)
+        # The next collective does not wait for these, not even if they fail.
+        _XLAC._set_all_reduce_token(device, None)
         if pending:
             results = self.client.run([aliases[0] for aliases in pending.values()])
             tensors.set_data(pending, whole_storages, results)
         tensors.drop_rest(device)
         self._guard.open()
-        _XLAC._set_all_reduce_token(device, None)
         return len(pending)

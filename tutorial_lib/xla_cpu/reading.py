@@ -22,7 +22,14 @@ COLLECTIVES = [
 _IN_TEXT = re.compile(
     r"xla::(cross_replica_sum|all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)"
 )
-_READERS = ("cpu", "to", "item", "tolist", "copy_", "__bool__", "__float__", "__int__", "__index__")
+_READERS = {
+    torch.Tensor: (
+        "cpu", "to", "item", "tolist", "numpy", "copy_", "__bool__", "__float__", "__int__", "__index__", "__complex__",
+        "__getitem__", "__setitem__", "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique",
+    ),
+    torch: ("is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique"),
+    _XLAC: ("_xla_get_cpu_tensors", "_xla_sync_multi"),
+}  # fmt: skip
 
 
 class Guard:
@@ -32,10 +39,9 @@ class Guard:
         self._undo = []
         for name in COLLECTIVES:
             self._replace(_XLAC, name, self._tracing(getattr(_XLAC, name)))
-        for name in _READERS:
-            self._replace(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
-        for name in ("_xla_get_cpu_tensors", "_xla_sync_multi"):
-            self._replace(_XLAC, name, self._reading(getattr(_XLAC, name)))
+        for owner, names in _READERS.items():
+            for name in names:
+                self._replace(owner, name, self._reading(getattr(owner, name)))
         # xm.all_reduce over all ranks goes through the dispatcher, which would bypass the replacement above.
         self._library = torch.library.Library("_c10d_functional", "IMPL")
         with warnings.catch_warnings():
@@ -51,6 +57,10 @@ class Guard:
     def open(self) -> None:
         """The step is over: nothing that is pending holds a collective."""
         _XLAC._set_allow_execution(True)
+
+    def is_closed(self) -> bool:
+        """Whether something that is pending may hold a collective."""
+        return not _XLAC._get_allow_execution()
 
     def _replace(self, owner, name: str, function) -> None:
         self._undo.append((owner, name, name in vars(owner), getattr(owner, name)))
@@ -69,7 +79,10 @@ class Guard:
         def read(*args, **kwargs):
             if _XLAC._get_allow_execution():
                 return function(*args, **kwargs)
-            _check([t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"])
+            tensors = [t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"]
+            if not tensors:
+                return function(*args, **kwargs)
+            _check(tensors)
             _XLAC._set_allow_execution(True)
             try:
                 return function(*args, **kwargs)
@@ -90,7 +103,15 @@ def _read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     if name == "copy_":
         destination, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
         return [] if destination.device.type == "xla" else [source]
-    return list(args[0] if args else kwargs["tensors"]) if name.startswith("_xla") else [args[0]]
+    if name in ("__getitem__", "__setitem__"):
+        tensor, index, *value = args
+        # How many values a mask selects is a size, which the host has to know.
+        parts = [part for part in (index if isinstance(index, tuple) else [index]) if isinstance(part, torch.Tensor)]
+        masks = [part for part in parts if part.dtype in (torch.bool, torch.uint8)]
+        return masks + [t for t in value if isinstance(t, torch.Tensor) and tensor.device.type != "xla"]
+    if name.startswith("_xla"):
+        return list(args[0] if args else kwargs["tensors"])
+    return [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
 
 
 def _check(tensors: list[torch.Tensor]) -> None:

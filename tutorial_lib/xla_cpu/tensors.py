@@ -59,6 +59,7 @@ class LiveTensors:
             self._old[id(obj)] = weakref.ref(obj)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        """Those that were noted by the last collection, which every object has been through, and are still there."""
         for tensor in self._alive():
             if tensor.device.type == "xla":
                 yield tensor
@@ -72,12 +73,9 @@ class LiveTensors:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(3600)
         try:
-            self._old = {key: reference for key, reference in self._old.items() if reference() is not None}
-            found = [reference() for reference in self._old.values()]
-            for generation in range(_OLDEST):
-                # Filtered at once: what else is in that list (storages) must not be held when C++ frees it.
-                found += _tensors(gc.get_objects(generation))
-            alive = [tensor for tensor in found if tensor is not None and tensor._use_count() > 0]
+            found = [(key, reference, reference()) for key, reference in self._old.items()]
+            self._old = {key: reference for key, reference, tensor in found if tensor is not None}
+            alive = [tensor for *_, tensor in found if tensor is not None and tensor._use_count() > 0]
             for tensor in alive:
                 tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
             return alive
