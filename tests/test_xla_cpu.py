@@ -227,6 +227,30 @@ def test_a_step_that_fails_to_compile_does_not_take_the_next_one_with_it(ranks):
     assert ranks(a_graph_that_does_not_compile, world_size=2, **XLA) == [[2.0] * 2] * 2
 
 
+def collectives_of_torch_distributed():
+    dist, (torch_xla, xm, _) = launch.dist, _xla()
+    pending = _sum(xm, torch.ones(2).to("xla"), [[0, 1]])
+    for x in (torch.ones(2).to("xla"), torch.ones(2).to("xla") + 1, pending):
+        two = torch.zeros(4).to("xla")
+        for call in (
+            lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, async_op=True), lambda: dist.broadcast(x, 0),
+            lambda: dist.all_gather([x, two[:2]], x), lambda: dist.all_gather_into_tensor(two, x),
+            lambda: dist.reduce_scatter_tensor(x, two), lambda: dist.all_to_all_single(x, x), lambda: dist.reduce(x, 0),
+            lambda: dist.send(x, 1 - dist.get_rank()), lambda: dist.recv(x, 1 - dist.get_rank()),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="does not carry XLA tensors"):
+                call()
+    torch_xla.sync()
+    dist.barrier()
+    on_host = pending.cpu()
+    dist.all_reduce(on_host)
+    return pending.tolist(), on_host.tolist()
+
+
+def test_torch_distributed_refuses_xla_tensors_and_carries_those_of_the_host(ranks):
+    assert ranks(collectives_of_torch_distributed, world_size=2, **XLA) == [([2.0] * 2, [4.0] * 2)] * 2
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

@@ -48,9 +48,15 @@ class Guard:
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
             self._library.impl("all_reduce", _all_reduce_of_all, "XLA", allow_override=True)
 
+        self._process_groups = torch.library.Library("c10d", "IMPL")
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("c10d::") and not name.endswith(("barrier", "barrier_")):
+                self._process_groups.impl(name, _refuse, "XLA")
+
     def remove(self) -> None:
         self.open()
         self._library._destroy()
+        self._process_groups._destroy()
         for owner, name, own, original in reversed(self._undo):
             setattr(owner, name, original) if own else delattr(owner, name)
 
@@ -127,3 +133,11 @@ def _check(tensors: list[torch.Tensor]) -> None:
 def _all_reduce_of_all(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     result = _XLAC._xla_all_reduce(reduce_op, tensor, 1.0, [], False)
     return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result
+
+
+def _refuse(*args, **kwargs):
+    """In place of the collectives of `torch.distributed`: on XLA tensors they would reduce a copy and lose the result."""
+    raise RuntimeError(
+        "torch.distributed does not carry XLA tensors between CPU processes: use tutorial_lib.parallel_layers.comm or "
+        "torch_xla.core.xla_model, whose collectives are traced, or bring the tensor to the host first"
+    )
