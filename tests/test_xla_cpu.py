@@ -1,6 +1,8 @@
 """XLA between CPU processes. The rank functions run in the pool of `conftest`, whose xla pools have called `start()`."""
 
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -564,6 +566,38 @@ def test_ranks_that_wait_in_vain_get_an_error_in_time_and_can_start_anew(ranks):
     assert none == [] and after == other_after == [2.0] * 3
     assert "rank 0 of 2 could not finish its step" in errors[0][0] and "3 s" in errors[0][0] and 2.9 < errors[0][1] < 10
     assert "start them anew" in errors[1][0] and errors[1][1] < 2
+
+
+def interrupted_in_a_step():
+    torch_xla, xm, xla_cpu = _xla()
+    rank = launch.dist.get_rank()
+    xla_cpu.stop()
+    xla_cpu.start(timeout=20)
+    x = torch.ones(3).to("xla")
+    first = _sum(xm, x, [[0, 1]])
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            torch_xla.sync()
+    launch.dist.barrier()
+    if rank == 1:
+        torch_xla.sync()  # what the interrupted rank had begun
+    else:
+        second = first * 10
+        with pytest.raises(RuntimeError, match="interrupted"):
+            torch_xla.sync()
+        del second
+    launch.dist.barrier()
+    xla_cpu.stop()
+    xla_cpu.start()
+    total = _sum(xm, x * (rank + 1), [[0, 1]])
+    torch_xla.sync()
+    return total.tolist()
+
+
+def test_a_rank_interrupted_in_a_step_runs_none_before_it_is_started_anew(ranks):
+    assert ranks(interrupted_in_a_step, world_size=2, **XLA) == [[3.0] * 3] * 2
 
 
 # --- without ranks ----------------------------------------------------------------------------------------------------

@@ -43,12 +43,15 @@ class Client:
     Args:
         rank, world_size: of the default process group, over which the processes agree on a port.
         timeout: seconds that a step may take, from the moment this rank reaches it.
+
+    Attributes:
+        broken: why this rank may be in another step than its peers, so that it runs nothing any more; else None.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
         self.graphs: dict[str, Graph] = {}
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self._broken: str | None = None
+        self.broken: str | None = None
         self._connect()
         self._device = self._client.local_devices()[0]
         self.compiler = Compiler(self._client, rank, world_size, self._cache_folder())
@@ -93,7 +96,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnects. Rank 0 waits until all have, as the others abort when its service ends before that."""
-        if self._broken or getattr(sys, "last_value", None) is not None:
+        if self.broken or getattr(sys, "last_value", None) is not None:
             # The others may come later or never. So what they need of rank 0 stays until its process ends.
             _keep(self._service)
         else:
@@ -127,8 +130,8 @@ class Client:
         Raises:
             RuntimeError: a peer ended, or did not run its graph within the time-out; and from then on.
         """
-        if self._broken:
-            raise RuntimeError(f"the ranks are out of step since an earlier error, start them anew: {self._broken}")
+        if self.broken:
+            raise RuntimeError(f"the ranks are out of step since an earlier error, start them anew: {self.broken}")
         graph = self._graph(tensors)
         _, parameters = _XLAC._get_tensors_xla_device_data_node(tensors)
         if any(map(_XLAC._is_placecholder, parameters)):  # spelled so in torch-xla
@@ -144,7 +147,7 @@ class Client:
             outputs = self._wait_for(graph.executable, arguments)
         except (FutureTimeout, _jax.XlaRuntimeError) as error:
             what = str(error) or f"not all ranks ran their step within {self._timeout:g} s; did one of them raise?"
-            self._broken = what
+            self.broken = what
             raise RuntimeError(f"rank {self._rank} of {self._world_size} could not finish its step: {what}") from error
         assert len(outputs) == len(tensors), f"{len(outputs)} results for {len(tensors)} tensors"
         return [_XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(output)) for output in outputs]

@@ -49,9 +49,14 @@ class Mesh:
         pending, whole_storages = tensors.find_pending(self._live, self._packed, device)
         # The next collective does not wait for these, not even if they fail.
         _XLAC._set_all_reduce_token(device, None)
-        if pending:
-            results = self.client.run([aliases[0] for aliases in pending.values()])
-            tensors.set_data(pending, whole_storages, results)
-        tensors.drop_rest(device)
+        try:
+            if pending:
+                results = self.client.run([aliases[0] for aliases in pending.values()])
+                tensors.set_data(pending, whole_storages, results)
+            tensors.drop_rest(device)
+        except KeyboardInterrupt:
+            # It would run what the others have behind them, and each of its collectives would meet another one.
+            self.client.broken = "its step was interrupted"
+            raise
         self._guard.open()
         return len(pending)
