@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -650,6 +651,18 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
         assert os.environ["NEURON_PJRT_WORLD_SIZE"] == "8" and os.environ["NEURON_PJRT_PROCESS_INDEX"] == "5"
         assert os.environ["NEURON_RT_VISIBLE_CORES"] == "1" and os.environ["PJRT_LOCAL_PROCESS_RANK"] == "1"
         assert os.environ["PJRT_LOCAL_PROCESS_COUNT"] == "4"
+
+
+def test_a_graph_that_cannot_be_kept_leaves_no_file(tmp_path):
+    pytest.importorskip("torch_xla"), pytest.importorskip("jaxlib")
+    from tutorial_lib.xla_cpu.compiler import Compiler
+
+    compiler, entry = object.__new__(Compiler), tmp_path / "entry"
+    compiler._client = SimpleNamespace(serialize_executable=lambda executable: b"machine code")
+    entry.mkdir()  # where the file should be
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        compiler._save(entry, None)
+    assert list(tmp_path.iterdir()) == [entry]
 
 
 def test_mark_step_is_nothing_without_xla():

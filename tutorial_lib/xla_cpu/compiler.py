@@ -114,8 +114,12 @@ class Compiler:
         partial = entry.with_suffix(f".{os.getpid()}")
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(hashlib.sha256(content).digest() + content)
-            partial.replace(entry)
+            try:
+                partial.write_bytes(hashlib.sha256(content).digest() + content)
+                partial.replace(entry)
+            except OSError:
+                partial.unlink(missing_ok=True)  # on a full disk above all
+                raise
         except OSError as error:
             warnings.warn(f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2)
 
