@@ -10,6 +10,7 @@ which compiles it as one replica of a program of `world_size` and runs its colle
 `xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`, `xr.global_ordinal()`. `stop()` takes it away.
 
 - `tensors`: which tensors are pending, and how one gets its result.
+- `saved`: what autograd still holds of them.
 - `client`: the processes' connection, execution with a time-out.
 - `compiler`: each graph is compiled by one rank, and kept for the others and for later runs.
 - `reading`: a value that depends on a collective cannot be read before the step.

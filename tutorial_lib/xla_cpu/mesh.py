@@ -4,7 +4,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
-from . import tensors
+from . import saved, tensors
 from .client import Client
 from .reading import Guard
 
@@ -16,11 +16,11 @@ class Mesh:
 
     def __init__(self, rank: int, world_size: int, timeout: float):
         device = torch_xla.device()  # before the first backward() of the process, or autograd has no queue for it
-        self._fence = tensors.AutogradFence(device)
+        self._fence = saved.AutogradFence(device)
         self.client = Client(rank, world_size, timeout)
         self._guard = Guard()
         self._live = tensors.LiveTensors()
-        self._packed = tensors.PackedTensors()
+        self._packed = saved.PackedTensors()
         self._own_step_marker = _XLAC._xla_step_marker
         self._own_world = xr._WORLD_SIZE, xr._ORDINAL
         _XLAC._xla_step_marker = self._step_marker

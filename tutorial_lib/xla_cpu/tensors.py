@@ -4,17 +4,16 @@ torch-xla knows its live tensors, but hands none to Python. The garbage collecto
 reach is one of its objects. What C++ alone holds (activations saved for backward, a view's base) hangs on one of these.
 """
 
-import functools
 import gc
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch_xla
-from torch.autograd.graph import saved_tensors_hooks
+
+from .saved import PackedTensors, saved_for_backward
 
 _XLAC = torch_xla._XLAC
 _functionalization = torch._C._functionalization
@@ -94,75 +93,6 @@ def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
             yield obj
 
 
-class PackedTensors:
-    """Keeps a look at what a graph has saved from running hooks: to unpack, activation checkpointing computes a block.
-
-    What hooks have packed they hold in Python, where the collector sees it.
-    """
-
-    def __init__(self):
-        self._looking = False
-        self._init = saved_tensors_hooks.__init__
-        saved_tensors_hooks.__init__ = self._guarded(self._init)
-
-    def remove(self) -> None:
-        saved_tensors_hooks.__init__ = self._init
-
-    def _guarded(self, init):
-        @functools.wraps(init)
-        def guarded(hooks, pack_hook, unpack_hook):
-            @functools.wraps(unpack_hook)
-            def unpack(packed):
-                if self._looking:
-                    raise _Packed
-                return unpack_hook(packed)
-
-            init(hooks, pack_hook, unpack)
-
-        return guarded
-
-    @contextmanager
-    def look(self) -> Iterator[None]:
-        """Inside, to unpack raises an error."""
-        self._looking = True
-        try:
-            yield
-        finally:
-            self._looking = False
-
-
-class _Packed(RuntimeError):
-    pass
-
-
-class AutogradFence:
-    """Waits until autograd's thread for the device has let go of the tensors of the last `backward()`.
-
-    It may still hold some after `backward()` has returned, and drops them without Python's lock. A tensor whose memory
-    goes in the moment in which the collector hands out its Python object ends the process. That thread does one thing
-    after the other: once it has done another, the last is behind it. This other is a gradient that is passed on as it
-    comes. All of its tensors stay, so it leaves nothing to let go of; all came from the host, so there is no graph.
-    """
-
-    def __init__(self, device: torch.device):
-        self._leaf, self._one = torch.zeros(()).to(device).requires_grad_(), torch.ones(()).to(device)
-        with torch.enable_grad():
-            self._result = _PassOn.apply(self._leaf)
-
-    def wait(self) -> None:
-        torch.autograd.grad(self._result, self._leaf, self._one, retain_graph=True)
-
-
-class _PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, leaf: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(()).to(leaf.device)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 def count_pending(device: str) -> int:
     """How many tensors of the device still are a graph, whoever holds them."""
     return sum(_XLAC._check_device_tensor_need_materialization(device))
@@ -184,7 +114,7 @@ def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> tuple
     _add(pending, seen, _with_held_by_them(live))
     if len(pending) < count_pending(device):
         with packed.look():
-            _add(pending, seen, _saved_for_backward([t for ts in pending.values() for t in ts]))
+            _add(pending, seen, saved_for_backward([t for ts in pending.values() for t in ts]))
     all_found = len(pending) == count_pending(device)
     functional = filter(torch._is_functional_tensor, seen.values())
     return dict(sorted(pending.items())), {torch._C._storage_id(t) for t in functional if all_found or _is_whole(t)}
@@ -222,27 +152,6 @@ def _with_held_by_them(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor
             yield tensor._base
         if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
             yield tensor.grad
-
-
-def _saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What the autograd graphs of `roots` keep: for a step boundary between forward and backward."""
-    todo = [t.grad_fn for t in roots if t.grad_fn is not None]
-    visited = set(todo)
-    while todo:
-        node = todo.pop()
-        for name in dir(node):
-            if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
-                try:
-                    value = getattr(node, name)
-                except RuntimeError:  # backward has run and freed it, or it is packed
-                    continue
-                for item in value if isinstance(value, (tuple, list)) else (value,):
-                    if isinstance(item, torch.Tensor) and item.device.type == "xla":
-                        yield item
-        for successor, _ in node.next_functions:
-            if successor is not None and successor not in visited:
-                visited.add(successor)
-                todo.append(successor)
 
 
 def set_data(pending: Pending, whole_storages: set[int], results: list[torch.Tensor]) -> None:
