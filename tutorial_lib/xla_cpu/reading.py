@@ -2,7 +2,8 @@
 
 Read early (`loss.item()`, `print(loss)`), torch-xla would run the tensor's graph by itself, in this process alone, and the
 all-reduce of one process is the identity: a wrong number and no error. So from the first collective of a step up to its
-boundary torch-xla may execute nothing, and the ways to read a tensor look at its graph first.
+boundary torch-xla may execute nothing, and the ways to read a tensor look at its graph first. What is not among these
+(`torch.where(mask)`, `bincount`) ends in torch-xla's own error, "Unexpected execution".
 """
 
 import functools
