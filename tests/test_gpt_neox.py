@@ -268,6 +268,16 @@ def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
     assert len(set(ranks(odd_length, False, world_size=2, tp=2))) == 1
 
 
+def sequence_parallel_with(**given):
+    GPTNeoXForCausalLM(config(), sequence_parallel_enabled=True)(next_token_batch(0)["input_ids"], **given)
+
+
+@pytest.mark.parametrize("name", ["use_cache", "output_hidden_states"])
+def test_what_sequence_parallel_does_not_take_is_named(ranks, name):
+    text = f"it does not take {name}"
+    assert_refused(ranks, text, sequence_parallel_with, world_size=2, tp=2, **{name: True})
+
+
 @pytest.mark.parametrize(
     "changes, numbers",
     [({"num_attention_heads": 2}, "2 is not divisible by 4"), ({"intermediate_size": 66}, "66 is not divisible by 4")],

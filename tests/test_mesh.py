@@ -159,7 +159,7 @@ def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
     )
     assert notebook.outputs[0].text == "[all 4 ranks] before\n"
     assert notebook.fail("%px 1 +", 10) == "RankError: ranks 0, 1, 2, 3: SyntaxError: invalid syntax\n  cell, line 1: 1 +"
-    assert notebook.fail("%px sys.exit(3)", 10).startswith("RankError: ranks 0, 1, 2, 3: SystemExit: 3")
+    assert notebook.fail("%px raise SystemExit(3)", 10).startswith("RankError: ranks 0, 1, 2, 3: SystemExit: 3")
     cell = "%%px\ndef f(n): return f(n - 1) if n else 1 / 0\ntry: f(30)\nexcept ZeroDivisionError as e: raise KeyError(1) from e"
     assert notebook.fail(cell, 10).endswith("\n  caused by ZeroDivisionError: division by zero")
     deep = notebook.fail("%px f(30)", 10).splitlines()
