@@ -182,3 +182,29 @@ def test_a_recomputed_forward_replays_its_dropout(ranks):
     )
     for a, b in zip(plain, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def sharded_there_and_back(folder, load):
+    device = xm.xla_device()
+    model = move_model_to_device(Small(torch.float32), device)
+    optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    xm.mark_step()
+    if load:
+        optimizer.load_sharded_state_dict(folder)
+    else:
+        model(torch.ones(7, device=device)).backward()
+        optimizer.step()
+        xm.mark_step()
+        optimizer.save_sharded_state_dict(folder, num_workers_per_step=1)
+    xm.mark_step()
+    held = [shard for _, shard in optimizer.pairs()]
+    held += [optimizer.base_optimizer.state[shard]["exp_avg"] for shard in held]
+    return [tensor.detach().cpu() for tensor in (*model.parameters(), *held)]
+
+
+def test_sharded_state_dict(ranks, tmp_path):
+    """Written one rank after the other, though its parts are gathered."""
+    saved = ranks(sharded_there_and_back, str(tmp_path), False, world_size=2, backend="xla")
+    loaded = ranks(sharded_there_and_back, str(tmp_path), True, world_size=2, backend="xla")
+    for before, after in zip(saved, loaded):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

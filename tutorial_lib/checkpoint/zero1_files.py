@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..launch import mark_step
 from ..optimizer.shards import join_shards, shard_length
 from ..parallel_layers import comm
 from . import ranks, tensors
@@ -78,6 +79,7 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
     ranks.together(ranks.waves, num_workers)
     place, folder, mesh = ranks.my_place(), Path(folder), ranks.mesh()
     state = {**_by_rows(optimizer), "dp_rank": place.dp, "tp_rank": place.tp}
+    mark_step()  # on xla no rank could gather by itself when its turn to write comes
 
     def prepare() -> None:
         """Makes the folder, without what a larger mesh may have left there."""
