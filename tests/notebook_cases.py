@@ -50,6 +50,9 @@ XLA_PARAMETERS = {
     "02_bert_tensor_parallel": {"steps": 4},
     "03_gpt_neox_sequence_parallel": {"steps": 3, "batch_size": 2},
     "04_llama2_selective_checkpointing": {"steps": 4},
+    "05_megatron_gpt_pretraining": {"world_size": 2, "tp_size": 2, "steps": 6, "global_batch_size": 8},
+    "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 4, "batch_size": 1},
+    "07_plan_a_real_run": {"world_size": 2, "tp_size": 1},
 }
 
 # The parameters, and the numbers that the error has to name. `full` comes first where there is one: it has to show the dry
