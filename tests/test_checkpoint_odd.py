@@ -56,6 +56,27 @@ def test_a_learning_rate_that_is_a_tensor(ranks, tmp_path, zero1, use_xser):
         assert ranks(load_tensor_rate, folder, tag, zero1, world_size=1) == [torch.tensor(0.125)]
 
 
+def load_elsewhere(folder, tag="step_1"):
+    model = zeroed()
+    optimizer = optimizer_of(model, True, 0.5)
+    with torch.device("meta"):
+        load_checkpoint(folder, tag, model, optimizer)
+        save_checkpoint(folder, "again", model, optimizer)
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_the_default_device_does_not_matter(ranks, tmp_path):
+    folder = str(tmp_path)
+    ranks(save_tensor_rate, folder, True, False, world_size=2, tp=2)
+    assert ranks(load_elsewhere, folder, world_size=1) == [torch.tensor(0.125)]
+    with torch.device("meta"):
+        for command in ("reshard", "convert"):
+            to = ["--tp", "1"] if command == "reshard" else ["--to", "xser"]
+            assert main([command, f"{folder}/step_1", f"{folder}/{command}", *to]) == 0
+    for tag in ("again", "reshard", "convert"):
+        assert ranks(load_elsewhere, folder, tag, world_size=1) == [torch.tensor(0.125)]
+
+
 def save_state_dict(folder, keep_vars):
     save_checkpoint(folder, "step_1", Standin().state_dict(keep_vars=keep_vars))
 

@@ -99,7 +99,7 @@ class LazyFile:
         """
         strides = described.stride()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(described.shape, strides))
-        result = torch.empty(extent if described.numel() else 0, dtype=described.dtype)
+        result = torch.empty(extent if described.numel() else 0, dtype=described.dtype, device="cpu")
         self._fill(described, 0, result)
         return result.as_strided(described.shape, strides).contiguous()
 

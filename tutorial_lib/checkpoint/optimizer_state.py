@@ -84,7 +84,7 @@ class SavedOptimizer:
             if layout.partition is None or not self.is_cut(name, field):
                 return part
             if result is None:
-                result = torch.empty(layout.shape, dtype=part.dtype)
+                result = torch.empty(layout.shape, dtype=part.dtype, device="cpu")
             layout.fill(result, part, rank)
         return result
 
@@ -104,7 +104,7 @@ class SavedOptimizer:
                 f"{self._source.path}: {field} of {name} has {held} elements, the parameter "
                 f"{shape.numel()}"
             )
-        part = torch.empty(shape, dtype=entries[0].dtype)
+        part = torch.empty(shape, dtype=entries[0].dtype, device="cpu")
         rest = part.view(-1)
         for file, entry in zip(files, entries):
             here, rest = rest[: entry.numel()], rest[entry.numel() :]

@@ -154,7 +154,7 @@ class Reader:
         for rank in layout.sources():
             file, entry = self.entry(name, rank, layout)
             if result is None:
-                result = torch.empty(layout.shape, dtype=entry.dtype)
+                result = torch.empty(layout.shape, dtype=entry.dtype, device="cpu")
             layout.fill(result, file.read(entry), rank)
         return result
 

@@ -171,7 +171,7 @@ def _first(tied: dict[str, list[str]], name: str) -> str:
 def _full(folder: HuggingFaceFolder, names: tuple[str, ...], layout: Layout) -> torch.Tensor:
     if len(names) == 1:
         return _checked(folder, names[0], layout.shape, layout.dtype)
-    full = torch.empty(layout.shape, dtype=layout.dtype)
+    full = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     for name, start, length in pieces(layout, names):
         part = full.narrow(layout.partition.dim, start, length)
         part.copy_(_checked(folder, name, tuple(part.shape), layout.dtype))

@@ -96,7 +96,7 @@ def _lay_out(value, forms: list[torch.Tensor], path: Path) -> None:
     """Writes a file that has room for each tensor: torch's own way to fill a file later (its note
     "Serialization semantics"). The tensors are made and never touched, so they take no memory.
     """
-    empty = {id(each): torch.empty(each.shape, dtype=each.dtype) for each in forms}
+    empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in forms}
     with reported(path), open(path, "wb") as raw, skip_data():
         file = WatchedFile(raw)
         with reported(path, file):
