@@ -446,7 +446,6 @@ def without_a_graph():
     from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 
     _, _, xla_cpu = _xla()
-    launch.mark_step()
     before = launch.compilations(), xla_cpu.graphs()
     with torch.device("xla"):
         model_parallel_xla_manual_seed(3)

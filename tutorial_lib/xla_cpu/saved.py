@@ -55,11 +55,12 @@ class AutogradFence:
     It may still hold some after `backward()` has returned, and drops them without Python's lock. A tensor whose memory
     goes in the moment in which the collector hands out its Python object ends the process. That thread does one thing
     after the other: once it has done another, the last is behind it. This other is a gradient that is passed on as it
-    comes. All of its tensors stay, so it leaves nothing to let go of; all came from the host, so there is no graph.
+    comes. All of its tensors stay, so it leaves nothing to let go of; all came from the host, so there is no graph. (Were
+    they 0-d, torch-xla would make constants of them, and these a part of the first step.)
     """
 
     def __init__(self, device: torch.device):
-        self._leaf, self._one = torch.zeros(()).to(device).requires_grad_(), torch.ones(()).to(device)
+        self._leaf, self._one = torch.zeros(1).to(device).requires_grad_(), torch.ones(1).to(device)
         with torch.enable_grad():
             self._result = _PassOn.apply(self._leaf)
 
@@ -70,7 +71,7 @@ class AutogradFence:
 class _PassOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, leaf: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(()).to(leaf.device)
+        return torch.zeros(1).to(leaf.device)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
