@@ -4,9 +4,8 @@ parallelism, and ours.
     python -m tests.benchmarks.tp_step
 
 The contestants take turns within one run, so that whatever else the machine does hits all of them;
-medians count. Each is
-given its best setting of those tried: fused projections where it can cut them (PyTorch's cannot),
-    fused AdamW for all.
+medians count. Each is given its best setting of those tried: fused projections where it can cut
+them (PyTorch's cannot), fused AdamW for all.
 """
 
 import argparse
