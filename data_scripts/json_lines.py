@@ -17,7 +17,7 @@ def read_block(path: Path, keys: tuple[str, ...], start: int, stop: int) -> list
     """The texts of each key, of the lines that begin in bytes `start` to `stop`.
 
     Raises:
-        ValueError: a line is no object with these keys, with the line's number.
+        ValueError: a line is no object with texts in these keys, with the line's number.
     """
     columns: list[list[str]] = [[] for _ in keys]
     with open(path, "rb") as lines:
@@ -32,8 +32,9 @@ def read_block(path: Path, keys: tuple[str, ...], start: int, stop: int) -> list
                 for column, key in zip(columns, keys):
                     if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
                         raise ValueError(f"no object with a text in {key!r}")
+                    entry[key].encode()  # half of a surrogate pair is no character
                     column.append(entry[key])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {_number(path, position)}: {error}: {line[:60]!r}"
                 ) from error

@@ -8,6 +8,8 @@ number of workers.
 
 import argparse
 import logging
+import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,7 +25,9 @@ from tqdm import tqdm
 
 from data_scripts.byte_pair import (
     END_OF_DOCUMENT,
+    MERGES,
     TRAINED_SIZE,
+    VOCAB,
     load_byte_pair,
     train_byte_pair,
 )
@@ -76,11 +81,14 @@ def preprocess(
 
     Raises:
         FileNotFoundError: no input or no tokenizer.
-        ValueError: a line is no object with these keys (with its number), or there is no text.
+        ValueError: a line is no object with these keys (with its number), a key comes twice, or
+            there is no text.
     """
     for name, value in (("workers", workers), ("log_interval", log_interval), ("keys", len(keys))):
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"keys are {', '.join(keys)}: one comes twice, each has files of its own")
     if not input.is_file():
         raise FileNotFoundError(f"no {input} to read")
     tokenizer = load_byte_pair(vocab, merges)
@@ -199,6 +207,7 @@ def main() -> None:
     add("--log-interval", type=int, default=100, help="documents between updates of the bar")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no half file
     try:
         _run(arguments)
     except (ValueError, OSError) as error:
@@ -207,30 +216,36 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     vocab, merges = arguments.vocab_file, arguments.merge_file
-    keys = tuple(arguments.json_keys)
+    prefix, keys = arguments.output_prefix, tuple(arguments.json_keys)
     if (vocab is None) != (merges is None):
         raise ValueError("--vocab-file and --merge-file go together, or are both trained")
-    if vocab is None:
-        if not arguments.input.is_file():
-            raise FileNotFoundError(f"no {arguments.input} to train on")
-        prefix = arguments.output_prefix
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        vocab, merges = (Path(f"{prefix}-{name}") for name in ("vocab.json", "merges.txt"))
-        size = TRAINED_SIZE if arguments.vocab_size is None else arguments.vocab_size
-        train_byte_pair(texts(arguments.input, keys), vocab, merges, size)
-        log.info("trained %s and %s, %s tokens", vocab, merges, f"{size:,}")
-    else:
-        load_byte_pair(vocab, merges, arguments.vocab_size)
-    counts = preprocess(
-        arguments.input,
-        arguments.output_prefix,
-        vocab,
-        merges,
-        keys=keys,
-        append_eod=arguments.append_eod,
-        workers=arguments.workers,
-        log_interval=arguments.log_interval,
-    )
+    with ExitStack() as stack:
+        trained = {}
+        if vocab is None:
+            if not arguments.input.is_file():
+                raise FileNotFoundError(f"no {arguments.input} to train on")
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            beside = TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent)
+            folder = Path(stack.enter_context(beside))
+            vocab, merges = folder / VOCAB, folder / MERGES
+            size = TRAINED_SIZE if arguments.vocab_size is None else arguments.vocab_size
+            train_byte_pair(texts(arguments.input, keys), vocab, merges, size)
+            trained = {path: Path(f"{prefix}-{path.name}") for path in (vocab, merges)}
+        else:
+            load_byte_pair(vocab, merges, arguments.vocab_size)
+        counts = preprocess(
+            arguments.input,
+            prefix,
+            vocab,
+            merges,
+            keys=keys,
+            append_eod=arguments.append_eod,
+            workers=arguments.workers,
+            log_interval=arguments.log_interval,
+        )
+        for path, place in trained.items():  # once there are tokens that go with them
+            path.replace(place)
+            log.info("trained %s", place)
     for key, count in counts.items():
         log.info(
             "%s_%s_document: %s documents, %s tokens, %s empty documents left out",

@@ -1,8 +1,11 @@
 """From JSON lines to `.bin` and `.idx`: bytes, workers, empty documents, options, bad input."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -167,6 +170,8 @@ def test_results_do_not_pile_up(tokenize, monkeypatch):
         (1, "[]", "line 5: no object with a text in 'text'"),
         (1, '{"title": "a"}', "line 5: no object with a text in 'text'"),
         (1, '{"text": 3}', "line 5: no object with a text in 'text'"),
+        (1, '{"text": "half \\ud83d"}', "line 5: .* surrogates not allowed"),
+        (1, '{"text": "a", "deep": ' + 200_000 * "[" + 200_000 * "]" + "}", "line 5: .* recursion"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, tokenizer_files, monkeypatch, workers, bad, message):
@@ -201,11 +206,16 @@ def test_large_vocabularies_take_four_bytes(tmp_path, tokenizer_files):
 
 
 def test_wrong_parameters(tokenize, tmp_path, tokenizer_files):
+    tokenize(["a"])
     for name in ("workers", "log_interval"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             tokenize(["a"], **{name: 0})
     with pytest.raises(ValueError, match="keys is 0"):
         tokenize(["a"], keys=())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="keys are text, text: one comes twice"):
+        tokenize(["a"], keys=("text", "text"))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(FileNotFoundError, match="nothing.jsonl"):
         preprocess(tmp_path / "nothing.jsonl", tmp_path / "out", *tokenizer_files)
 
@@ -277,6 +287,42 @@ def test_the_command_trains_a_tokenizer_where_none_is_given(tmp_path):
     tokenizer = load_byte_pair(tmp_path / "my-vocab.json", tmp_path / "my-merges.txt", 300)
     data = IndexedDataset(tmp_path / "my_text_document")
     assert tokenizer.decode(data[0]) == sentences(200)[0]
+    expected = ["in.jsonl", "my-merges.txt", "my-vocab.json"]
+    expected += ["my_text_document.bin", "my_text_document.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+
+
+def test_a_run_that_fails_leaves_the_earlier_tokenizer(tmp_path, monkeypatch):
+    """The tokens beside it were made with it."""
+    lines = write_lines(tmp_path / "in.jsonl", sentences(200))
+    command = ["preprocess_data", "--input", lines, "--output-prefix", tmp_path / "my"]
+
+    def run(size):
+        words = [*command, "--vocab-size", size]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        monkeypatch.setattr(signal, "signal", Mock())  # not for the process of the tests
+        preprocess_data.main()
+
+    run(300)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(preprocess_data, "preprocess", Mock(side_effect=OSError("disk full")))
+    with pytest.raises(SystemExit):
+        run(310)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_that_is_ended_leaves_nothing(tmp_path, tokenizer_files):
+    lines = write_lines(tmp_path / "in.jsonl", sentences(100_000))
+    command = [sys.executable, "-m", "data_scripts.preprocess_data", "--input", str(lines)]
+    command += ["--output-prefix", str(tmp_path / "my"), "--vocab-file", str(tokenizer_files[0])]
+    process = subprocess.Popen([*command, "--merge-file", str(tokenizer_files[1])])
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("my*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_errors_of_the_command(tmp_path, tokenizer_files):
