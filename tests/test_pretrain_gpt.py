@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -369,6 +370,24 @@ def test_the_published_command_line():
     )
 
 
+@pytest.mark.parametrize("fraction, iters", [(0.29, 100), (0.015, 100), (0.01, 320000), (0.0, 6)])
+def test_the_schedule_is_megatrons(data, fraction, iters):
+    """Its scheduler, with the steps that its training script makes of the arguments."""
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    given = arguments(data, lr_warmup_fraction=fraction, lr_decay_iters=iters, min_lr=1e-3)
+    for batch in (1, 8):
+        optimizer = SimpleNamespace(param_groups=[{}])
+        decay = iters * batch
+        theirs = module.OptimizerParamScheduler(
+            optimizer, 0.0, given.lr, given.min_lr, fraction * decay, decay, given.lr_decay_style,
+            0.0, 0.0, decay, "constant",
+        )  # fmt: skip
+        ours = given.schedule(batch)
+        for iteration in range(min(iters, 500) + 2):
+            assert ours.at(iteration * batch) == pytest.approx(optimizer.param_groups[0]["lr"])
+            theirs.step(batch)
+
+
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -380,7 +399,15 @@ def test_the_published_command_line():
         (dict(keep_last_checkpoint_only=True), "needs --save"),
         (dict(bf16=True), "--use-distributed-optimizer"),
         (dict(lr_warmup_iters=3), "exclude each other"),
+        (dict(lr_warmup_fraction=0.0, lr_warmup_iters=3), "exclude each other"),
         (dict(lr_warmup_fraction=1.5), "warm-up of"),
+        (dict(lr_warmup_fraction=-0.1), "warm-up of -0.6"),
+        (dict(lr_warmup_fraction=float("nan")), "--lr-warmup-fraction is nan"),
+        (dict(lr=float("inf")), "--lr is inf, must be a finite number"),
+        (dict(ffn_hidden_size=0), "--ffn-hidden-size is 0"),
+        (dict(ffn_hidden_size=-128), "--ffn-hidden-size is -128"),
+        (dict(seed=-1), "--seed is -1"),
+        (dict(seed=2**32), "--seed is 4294967296"),
         (dict(lr_decay_style="square"), "square"),
         (dict(train_iters=0), "--train-iters is 0"),
         (dict(make_vocab_size_divisible_by=64), "64"),

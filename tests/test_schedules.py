@@ -35,7 +35,7 @@ def test_linear_and_constant():
 
 def test_the_published_run():
     """64 samples a step, a decay of 320000 steps and a hundredth of it warm-up."""
-    schedule = Schedule(1.5e-4, 1e-5, int(0.01 * 320000 * 64), 320000 * 64, "cosine")
+    schedule = Schedule(1.5e-4, 1e-5, 0.01 * 320000 * 64, 320000 * 64, "cosine")
     assert schedule.at(3200 * 64) == 1.5e-4
     assert f"{schedule.at(4873 * 64):.3E}" == "1.500E-04"  # the tutorial's log line
 

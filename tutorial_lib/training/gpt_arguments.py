@@ -5,6 +5,7 @@ rank and allocates nothing.
 """
 
 import argparse
+import math
 from dataclasses import MISSING, Field, dataclass, field, fields
 
 from transformers import GPT2Config
@@ -153,18 +154,27 @@ class GPTArguments:
             "layernorm_epsilon",
             "adam_eps",
         ):
-            if not getattr(self, name) >= 0:  # NaN too
+            if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 0")
         for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be in [0, 1)")
-        for name in ("save_interval", "exit_interval", "global_batch_size", "lr_decay_iters"):
+        for name in (
+            "ffn_hidden_size",
+            "save_interval",
+            "exit_interval",
+            "global_batch_size",
+            "lr_decay_iters",
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed is {self.seed}, must be from 0 to 2**32 - 1, as NumPy's")
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ValueError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
         for first, second in (
             ("save", "save_xser"),
             ("load", "load_xser"),
-            ("lr_warmup_fraction", "lr_warmup_iters"),
             ("override_lr_scheduler", "use_checkpoint_lr_scheduler"),
         ):
             if getattr(self, first) and getattr(self, second):
@@ -200,6 +210,8 @@ class GPTArguments:
                 isinstance(value, bool) and kind is not bool
             ):
                 raise ValueError(f"{_flag(one.name)} is {value!r}, must be of type {kind.__name__}")
+            if kind is float and not math.isfinite(value):
+                raise ValueError(f"{_flag(one.name)} is {value}, must be a finite number")
             if choices and value not in choices:
                 raise ValueError(f"{_flag(one.name)} is {value!r}, not one of {', '.join(choices)}")
 
@@ -230,7 +242,7 @@ class GPTArguments:
         decay = (self.lr_decay_iters or self.train_iters) * batch
         warmup = self.lr_warmup_iters * batch
         if self.lr_warmup_fraction is not None:
-            warmup = int(self.lr_warmup_fraction * decay)
+            warmup = self.lr_warmup_fraction * decay
         return Schedule(self.lr, self.min_lr, warmup, decay, self.lr_decay_style)
 
     def config(self, vocab_size: int, end_of_document: int) -> GPT2Config:

@@ -20,7 +20,7 @@ class Schedule:
 
     Attributes:
         max_lr, min_lr: the rates.
-        warmup_samples: W; 0 for none.
+        warmup_samples: W, not rounded where it is a fraction of D; 0 for none.
         decay_samples: D, counted from the first sample, the warm-up included.
         style: one of `STYLES`.
 
@@ -30,7 +30,7 @@ class Schedule:
 
     max_lr: float
     min_lr: float
-    warmup_samples: int
+    warmup_samples: float
     decay_samples: int
     style: str = "linear"
 
