@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from tutorial_lib.data.gpt_index import cached_indices
+from tutorial_lib.data.gpt_index import cached_indices, epochs_for, lengths_sha256
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, check_tokens
 
 SPLITS = ("train", "valid", "test")
@@ -29,6 +29,9 @@ class GPTDataset(Dataset):
         seed: of the shuffles.
         vocab_size: if given, every sample is checked for ids that the model does not have.
         cache_dir: folder of the index files; default the data set's own.
+
+    Attributes:
+        order: all that the order of samples follows from; equal for data sets with the same order.
 
     Raises:
         ValueError: no tokens in these documents, or a number out of range.
@@ -64,6 +67,15 @@ class GPTDataset(Dataset):
             seq_length,
             seed,
         )
+        epochs = epochs_for(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
+        self.order = {
+            "seed": seed,
+            "seq_length": seq_length,
+            "epochs": epochs.count,
+            "last_epoch_by_itself": epochs.separate,
+            "first_document": documents.start,
+            "lengths_sha256": lengths_sha256(lengths),
+        }
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
@@ -89,10 +101,8 @@ class GPTDataset(Dataset):
         return parts
 
 
-def split_documents(split: str, documents: int) -> dict[str, range]:
-    """Cut documents into train, valid and test by weights as in "949,50,1"; missing ones are 0.
-
-    The cuts are the rounded running sums of the weights, as in megatron-core.
+def split_weights(split: str) -> dict[str, float]:
+    """The shares of train, valid and test, from weights as in "949,50,1"; missing ones are 0.
 
     Raises:
         ValueError: no weights, more than three, or one that is not a number from 0 on.
@@ -106,9 +116,17 @@ def split_documents(split: str, documents: int) -> dict[str, range]:
     if sum(weights) == 0:
         raise ValueError(f"split {split!r} gives no document to any part")
     weights += [0.0] * (3 - len(weights))
-    total, start, ranges = sum(weights), 0.0, {}
-    for name, weight in zip(SPLITS, weights):
-        stop = start + weight / total
+    return {name: weight / sum(weights) for name, weight in zip(SPLITS, weights)}
+
+
+def split_documents(split: str, documents: int) -> dict[str, range]:
+    """Cut documents into train, valid and test by `split_weights`.
+
+    The cuts are the rounded running sums of the weights, as in megatron-core.
+    """
+    start, ranges = 0.0, {}
+    for name, weight in split_weights(split).items():
+        stop = start + weight
         ranges[name] = range(round(start * documents), round(stop * documents))
         start = stop
     return ranges

@@ -41,6 +41,28 @@ class Indices(NamedTuple):
     shuffle: np.ndarray
 
 
+class Epochs(NamedTuple):
+    """How often the documents are laid end to end.
+
+    Attributes:
+        count: epochs.
+        before_last: samples that start and end in all of them but the last.
+        separate: the last is shuffled by itself.
+    """
+
+    count: int
+    before_last: int
+    separate: bool
+
+
+def epochs_for(tokens: int, num_samples: int, seq_length: int) -> Epochs:
+    """As many as `num_samples` samples take, where an epoch has so many tokens."""
+    count = -(-(num_samples * seq_length + 1) // tokens)
+    before_last = ((count - 1) * tokens - 1) // seq_length
+    enough = int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
+    return Epochs(count, before_last, count > 1 and num_samples - before_last < enough)
+
+
 def build_indices(
     lengths: np.ndarray, first: int, num_samples: int, seq_length: int, seed: int
 ) -> Indices:
@@ -64,10 +86,7 @@ def build_indices(
         raise ValueError(f"{len(lengths)} documents from number {first} on hold no token")
     if first + len(lengths) > np.iinfo(np.int32).max:
         raise ValueError(f"{first + len(lengths):,} documents exceed int32")
-    epochs = -(-(num_samples * seq_length + 1) // tokens)
-    before_last = ((epochs - 1) * tokens - 1) // seq_length  # samples of all epochs but the last
-    from_last = num_samples - before_last
-    separate = epochs > 1 and from_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
+    epochs, before_last, separate = epochs_for(tokens, num_samples, seq_length)
 
     rng = np.random.RandomState(seed)
     documents = np.arange(first, first + len(lengths), dtype=np.int32)
@@ -114,6 +133,11 @@ def build_sample_index(
     return index
 
 
+def lengths_sha256(lengths: np.ndarray) -> str:
+    """What tells the documents of one data set from those of another, without reading them."""
+    return hashlib.sha256(np.ascontiguousarray(lengths, "<i4")).hexdigest()
+
+
 def cached_indices(
     cache: Path,
     name: str,
@@ -137,10 +161,7 @@ def cached_indices(
     stem = f"{name}_indexmap_{num_samples}ns_{seq_length}sl_{seed}s"
     side = cache / f"{stem}.json"
     paths = [cache / f"{stem}_{part}_idx.npy" for part in ("doc", "sample", "shuffle")]
-    made_from = {
-        "lengths_sha256": hashlib.sha256(np.ascontiguousarray(lengths, "<i4")).hexdigest(),
-        "first_document": first,
-    }
+    made_from = {"lengths_sha256": lengths_sha256(lengths), "first_document": first}
 
     def build() -> Indices:
         return build_indices(lengths, first, num_samples, seq_length, seed)

@@ -22,10 +22,25 @@ def load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
     content = load_checkpoint(
         folder, None, model, optimizer, scheduler, num_workers=arguments.checkpoint_workers
     )
-    together(sampler.load_state_dict, content["sampler"])
+    together(_go_on, sampler, content)
     if dist.get_rank() == 0:
         print(f" loaded iteration {content['iteration']} of {Path(folder).name}", flush=True)
     return content["iteration"]
+
+
+def _go_on(sampler, content: dict) -> None:
+    """Moves the sampler to the checkpoint's place in the data.
+
+    Raises:
+        ValueError: samples would come in another order than those that were trained on.
+    """
+    sampler.load_state_dict(content["sampler"])
+    for name, mine in sampler.dataset.order.items():
+        if (saved := content["data_order"][name]) != mine:
+            raise ValueError(
+                f"the checkpoint's data are in the order for {name} {saved}, not {mine}: go on "
+                f"with its --data-path, --split, --seq-length, --seed and --train-iters"
+            )
 
 
 def save(arguments: GPTArguments, iteration: int, model, optimizer, scheduler, sampler) -> None:
@@ -33,6 +48,7 @@ def save(arguments: GPTArguments, iteration: int, model, optimizer, scheduler, s
         "iteration": iteration,
         "consumed_train_samples": sampler.consumed_samples,
         "sampler": sampler.state_dict(),
+        "data_order": sampler.dataset.order,
         "arguments": vars(arguments),
     }
     save_checkpoint(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tutorial_lib import launch
 from tutorial_lib.checkpoint.ranks import together
 from tutorial_lib.data.gpt_batches import gpt_batches
-from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets
+from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_weights
 from tutorial_lib.data.sampler import ResumableBatchSampler
 from tutorial_lib.models.attention import CoreAttention
 from tutorial_lib.models.gpt import GPT2LMHeadModel, parameter_count
@@ -223,10 +223,13 @@ def _require_memory(arguments: GPTArguments, config, dp_size: int) -> None:
 def _datasets(
     arguments: GPTArguments, batch: int, vocab_size: int
 ) -> tuple[GPTDataset, GPTDataset | None]:
+    validated = arguments.eval_iters if split_weights(arguments.split)["valid"] else 0
+    if validated < arguments.eval_iters and dist.get_rank() == 0:
+        print(f" no validation: --split {arguments.split} gives it no document", flush=True)
     training, validation, _ = build_gpt_datasets(
         arguments.data_path,
         arguments.split,
-        (arguments.train_iters * batch, arguments.eval_iters * batch, 0),
+        (arguments.train_iters * batch, validated * batch, 0),
         arguments.seq_length,
         arguments.seed,
         vocab_size=vocab_size,
