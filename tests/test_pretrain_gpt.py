@@ -320,6 +320,48 @@ def test_what_is_logged(ranks, data, tmp_path):
     assert {m["MetricName"]: m["MeasuredValue"] for m in metrics}["Final loss"] == steps[-1][0]
 
 
+def test_a_line_is_the_mean_of_its_steps(ranks, data):
+    """As in Megatron-LM: the loss like the time."""
+    ((text, steps, _),) = ranks(logged, arguments(data, log_interval=3), world_size=1)
+    means = [sum(loss for loss, _ in steps[first : first + 3]) / 3 for first in (0, 3)]
+    assert re.findall(r"lm loss: (\S+) \| grad", text) == [f"{mean:.6E}" for mean in means]
+
+
+def test_samples_are_counted_over_a_change_of_the_batch(ranks, data, tmp_path):
+    """Twice the steps of half the samples have the same data and the same schedule."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folders = dict(save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=2)
+    given = arguments(data, exit_interval=2, eval_iters=1, **folders)
+    ranks(run, given, world_size=1, tp=1)
+    halved = dict(global_batch_size=4, train_iters=12, exit_interval=4)
+    given = replace(given, tensorboard_dir=str(tmp_path / "tb"), **halved)
+    ((text, _, _),) = ranks(logged, given, world_size=1)
+    assert re.findall(r"consumed samples: +(\d+)", text) == ["20", "24"]
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    for name, steps in (("lm loss", [20, 24]), ("lm loss validation", [24])):
+        assert [event.step for event in events.Scalars(f"{name} vs samples")] == steps
+
+
+@pytest.mark.parametrize(
+    "name, content, text",
+    [
+        ("metrics_file", "{", "holds no results"),
+        ("metrics_file", '{"results": []}', "holds no results"),
+        ("tensorboard_dir", "", "File exists"),
+        ("vocab_file", "[1]", "no <|endoftext|>"),
+        ("vocab_file", "{", "no vocabulary in JSON"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named_on_every_rank(ranks, data, tmp_path, name, content, text):
+    path = tmp_path / "file"
+    path.write_text(content)
+    given = arguments(data, **{name: str(path)})
+    for error in ranks(run, given, world_size=2, tp=1, return_exceptions=True):
+        assert text in str(error) and str(path) in str(error)
+    assert path.read_text() == content
+
+
 def test_another_order_of_the_data_or_schedule_is_refused(ranks, data, tmp_path):
     given = arguments(
         data, save=str(tmp_path), load=str(tmp_path), save_interval=2, exit_interval=2

@@ -2,6 +2,7 @@
 
 import math
 import time
+from statistics import fmean
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -35,18 +36,19 @@ class GPTLogger:
         self._began = time.perf_counter()
         self._seconds: list[float] = []  # of each step of this run
         self._losses: list[float] = []
-        self._line = 0  # steps that the last line covers
+        self._line = 0  # steps that the lines so far cover
+        self._consumed = 0
         self.restart_clock()
 
     def restart_clock(self) -> None:
         self._clock = time.perf_counter()
 
-    def log(self, step: Step) -> None:
-        """A step as `train` reports it."""
+    def log(self, step: Step, consumed: int) -> None:
+        """A step as `train` reports it, and the samples that it and all before it were given."""
         now = time.perf_counter()
         self._seconds.append(now - self._clock)
         self._losses.append(step.loss)
-        self._clock = now
+        self._clock, self._consumed = now, consumed
         if not self._root:
             return
         if step.step % self.arguments.log_interval == 0:
@@ -66,17 +68,18 @@ class GPTLogger:
             self._writer.add_scalar("iteration-time", self._seconds[-1], step.step)
 
     def _print(self, step: Step) -> None:
-        covered = self._seconds[self._line :]
+        """The line of this step; loss and time are means over the steps since the last line."""
+        covered = slice(self._line, None)
+        seconds, loss = fmean(self._seconds[covered]), fmean(self._losses[covered])
         self._line = len(self._seconds)
-        seconds = sum(covered) / len(covered)
         norm = "" if step.grad_norm is None else f" grad norm: {step.grad_norm:.3f} |"
         print(
             f" iteration {step.step:8d}/{self.arguments.train_iters:8d} |"
-            f" consumed samples: {step.step * self.batch:12d} |"
+            f" consumed samples: {self._consumed:12d} |"
             f" elapsed time per iteration (ms): {seconds * 1000:.1f} |"
             f" learning rate: {step.learning_rate:.3E} |"
             f" global batch size: {self.batch:5d} |"
-            f" lm loss: {step.loss:.6E} |{norm}"
+            f" lm loss: {loss:.6E} |{norm}"
             f" throughput: {self.batch / seconds:.3f} |",
             flush=True,
         )
@@ -101,7 +104,7 @@ class GPTLogger:
     def _scalars(self, iteration: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, iteration * self.batch)
+            self._writer.add_scalar(f"{name} vs samples", value, self._consumed)
 
     def __enter__(self) -> "GPTLogger":
         return self
@@ -116,7 +119,7 @@ class GPTLogger:
                 [
                     Metric("Final loss", self._losses[-1]),
                     Metric("Time to train", (time.perf_counter() - self._began) / 60, "minutes"),
-                    Metric("Average throughput", sum(speeds) / len(speeds), "seq/s"),
+                    Metric("Average throughput", fmean(speeds), "seq/s"),
                     Metric("Peak throughput", max(speeds), "seq/s"),
                 ]
             )

@@ -44,10 +44,22 @@ class TrainingMetrics:
         self.json_file = Path(json_file)
 
     def read(self) -> dict:
-        """The file's content; without a file, what an empty run would have written."""
+        """The file's content; without a file, what an empty run would have written.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
         if not self.json_file.exists():
             return {"results": {"parameters": {}, "metrics": []}}
-        return json.loads(self.json_file.read_text())
+        try:
+            content = json.loads(self.json_file.read_text())
+            results = content["results"]
+            fits = isinstance(results["parameters"], dict) and isinstance(results["metrics"], list)
+        except (ValueError, KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise ValueError(f"{self.json_file} holds no results of a run: name another file")
+        return content
 
     def update(self, change: Callable[[dict], Any]) -> None:
         """Lets `change` edit the content in place. A reader sees the file before or after, never in between."""

@@ -111,7 +111,7 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
     if not compiling:  # what is computed then is worth no checkpoint
         iteration = gpt_checkpoint.load(arguments, model, optimizer, scheduler, sampler)
 
-    run, logger = Run([], model=model), GPTLogger(arguments, batch)
+    run, logger = Run([], model=model), together(GPTLogger, arguments, batch)
     saved = iteration
 
     def save(iteration: int) -> None:
@@ -121,7 +121,7 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
             saved = iteration
 
     def after(step: Step) -> bool:
-        logger.log(step)
+        logger.log(step, sampler.consumed_samples)
         if on_step is not None:
             on_step(step)
         run.stopped_by = interruption.agreed()
@@ -190,11 +190,14 @@ def read_vocabulary(vocab_file: str) -> tuple[int, int]:
     """The size of a tokenizer's vocabulary, and the id that ends a document.
 
     Raises:
-        ValueError: no `<|endoftext|>` in it.
+        ValueError: it is no JSON object, or has no `<|endoftext|>`.
     """
-    vocabulary = json.loads(Path(vocab_file).read_text())
-    if END_OF_DOCUMENT not in vocabulary:
-        raise ValueError(f"{vocab_file} has no {END_OF_DOCUMENT} among {len(vocabulary)} tokens")
+    try:
+        vocabulary = json.loads(Path(vocab_file).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{vocab_file} is no vocabulary in JSON: {error}") from error
+    if not isinstance(vocabulary, dict) or END_OF_DOCUMENT not in vocabulary:
+        raise ValueError(f"{vocab_file} has no {END_OF_DOCUMENT} among its {len(vocabulary)} tokens")
     return len(vocabulary), vocabulary[END_OF_DOCUMENT]
 
 
