@@ -353,7 +353,7 @@ def test_samples_are_counted_over_a_change_of_the_batch(ranks, data, tmp_path):
         ("vocab_file", "{", "no vocabulary in JSON"),
     ],
 )
-def test_a_file_that_does_not_fit_is_named_on_every_rank(ranks, data, tmp_path, name, content, text):
+def test_a_file_that_does_not_fit_ends_all_ranks(ranks, data, tmp_path, name, content, text):
     path = tmp_path / "file"
     path.write_text(content)
     given = arguments(data, **{name: str(path)})
@@ -383,7 +383,7 @@ def test_another_order_of_the_data_or_schedule_is_refused(ranks, data, tmp_path)
 
 
 def test_another_order_of_as_many_samples_is_refused(ranks, data, tmp_path):
-    """54 steps need as many epochs as 30, but enough of the last for it to be shuffled with them."""
+    """54 steps need as many epochs as 30, but so much of the last that it is shuffled with them."""
     common = dict(lr_decay_iters=6, eval_iters=0, save_interval=2, exit_interval=2)
     folder = str(tmp_path / "saved")
     given = arguments(data, train_iters=30, save=folder, load=folder, **common)

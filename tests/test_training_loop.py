@@ -1,5 +1,6 @@
 """The training loop's arithmetic and errors; that it trains rightly is for the models' tests."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,19 @@ def test_throughput_is_of_the_last_steps(monkeypatch):
     assert [meter.get_throughput() for _ in range(3)] == [24, 24 * 2 / 3, 24 * 2 / 3]
     meter.reset_time()  # what took 96 seconds does not count
     assert meter.get_throughput() == 24 * 2 / 3
+
+
+def saving_run():
+    model, stream = Mean(), ({"x": torch.ones(2)} for _ in range(9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    done = train(model, optimizer, stream, steps=4, on_step=lambda _: time.sleep(0.2))
+    return done[-1].throughput
+
+
+def test_throughput_is_of_steps_alone(ranks):
+    """Not of what is done between two of them: 2 sequences in 0.2 seconds are 10 a second."""
+    (throughput,) = ranks(saving_run, world_size=1)
+    assert throughput > 50
 
 
 @pytest.mark.parametrize(

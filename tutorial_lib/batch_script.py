@@ -80,13 +80,17 @@ def batch_script(
         precompile: compile first, with these words behind the command, `["--exit-interval", "2"]`; None does not.
 
     Raises:
-        ValueError: nothing to run, or a number below 1.
+        ValueError: nothing to run, a number that is not whole or is below 1, or a name or an
+            option that is not one line.
     """
     if not command:
         raise ValueError("there is no command to run")
     for what, number in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("threads", threads)):
-        if number < 1:
-            raise ValueError(f"{what} {number} is below 1")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{what} is {number!r}, must be a whole number from 1 on")
+    for line in (name, *options):
+        if len(line.splitlines()) != 1:
+            raise ValueError(f"{line!r} is not one line of a batch file")
     compiling = "" if precompile is None else PRECOMPILE.format(changes=shlex.join(precompile)).replace(" \"\n", "\"\n")
     return TEMPLATE.format(
         name=shlex.quote(name),

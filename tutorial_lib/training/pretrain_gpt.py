@@ -197,7 +197,7 @@ def read_vocabulary(vocab_file: str) -> tuple[int, int]:
     except ValueError as error:
         raise ValueError(f"{vocab_file} is no vocabulary in JSON: {error}") from error
     if not isinstance(vocabulary, dict) or END_OF_DOCUMENT not in vocabulary:
-        raise ValueError(f"{vocab_file} has no {END_OF_DOCUMENT} among its {len(vocabulary)} tokens")
+        raise ValueError(f"{vocab_file} has no {END_OF_DOCUMENT} among {len(vocabulary)} tokens")
     return len(vocabulary), vocabulary[END_OF_DOCUMENT]
 
 
