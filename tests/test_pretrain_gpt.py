@@ -28,6 +28,7 @@ from tutorial_lib.data.gpt_dataset import build_gpt_datasets
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.training import pretrain_gpt
 from tutorial_lib.training.gpt_arguments import GPTArguments, command_line, parse_arguments
 from tutorial_lib.training.pretrain_gpt import pretrain
 
@@ -507,6 +508,13 @@ def test_sizes_rates_and_data_have_no_default(capsys):
     required = [one.name for one in fields(GPTArguments) if one.default is MISSING]
     assert len(required) == 10
     assert all(f"--{name.replace('_', '-')}" in message for name in required)
+
+
+def test_without_torchrun_it_says_so(data, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *command_line(arguments(data))])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="RANK.* not set: start the ranks with torchrun"):
+        pretrain_gpt.main()
 
 
 def torchrun(given: GPTArguments, log: Path, ranks: int = 2) -> subprocess.Popen:

@@ -247,9 +247,10 @@ def _validation_sampler(arguments: GPTArguments, dataset: GPTDataset) -> Resumab
 
 def _complete_environment(backend: str) -> None:
     """What `torchrun` leaves open, before anything imports torch-xla."""
-    rank, local_rank, world, local_world = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if missing := sorted({*names, "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
+        raise SystemExit(f"error: {', '.join(missing)} not set: start the ranks with torchrun")
+    rank, local_rank, world, local_world = (int(os.environ[name]) for name in names)
     # On one node ranks talk over the loopback, as a laptop's own name often does not resolve.
     address = "127.0.0.1" if local_world == world else os.environ["MASTER_ADDR"]
     needed = launch.rank_environment(
