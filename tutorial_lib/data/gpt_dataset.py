@@ -116,7 +116,8 @@ def split_weights(split: str) -> dict[str, float]:
     if sum(weights) == 0:
         raise ValueError(f"split {split!r} gives no document to any part")
     weights += [0.0] * (3 - len(weights))
-    return {name: weight / sum(weights) for name, weight in zip(SPLITS, weights)}
+    total = float(np.sum(weights))  # sum() rounds in another way from Python 3.12 on
+    return {name: weight / total for name, weight in zip(SPLITS, weights)}
 
 
 def split_documents(split: str, documents: int) -> dict[str, range]:
