@@ -27,6 +27,7 @@ from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEm
 from tutorial_lib.parallel_layers.utils import KeepsParameterMarks, ensure_divisibility
 
 from .attention import CoreAttention, causal_mask
+from .base import ShardedModel
 from .causal_lm import causal_lm_loss, count_targets, targets_loss
 from .dropout import ShardedDropout
 from .gpt_config import PRESETS as PRESETS
@@ -188,7 +189,7 @@ class GPT2Model(hf.GPT2Model):
         return self.wpe(mine.t())
 
 
-class GPT2LMHeadModel(hf.GPT2LMHeadModel):
+class GPT2LMHeadModel(ShardedModel, hf.GPT2LMHeadModel):
     """`transformers.GPT2LMHeadModel` over the tensor-parallel ranks, for training: it keeps no
     cache.
 
@@ -215,6 +216,7 @@ class GPT2LMHeadModel(hf.GPT2LMHeadModel):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         with torch.device("meta"):
             super().__init__(config)
+            self.check_outputs()
             self.transformer = GPT2Model(config, sequence_parallel_enabled, use_flash_attention)
             self.lm_head = ColumnParallelLinear(
                 config.n_embd,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GPTNeoXConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
 from tutorial_lib.parallel_layers import parallel_state
@@ -20,6 +20,7 @@ from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
 from .attention import hugging_face_mask
+from .base import ShardedModel
 from .causal_lm import causal_lm_loss, count_targets
 from .dropout import ShardedDropout
 from .initialize import finish, initialize_sharded
@@ -187,7 +188,7 @@ class GPTNeoXModel(hf.GPTNeoXModel):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=False, **kwargs):
-        if use_cache or kwargs:
+        if use_cache or kwargs or self.config.output_hidden_states or self.config.output_attentions:
             if self.sequence_parallel_enabled:
                 given = ", ".join([*(["use_cache"] if use_cache else []), *kwargs])
                 raise ValueError(f"sequence parallel is for training: it does not take {given}")
@@ -204,7 +205,7 @@ class GPTNeoXModel(hf.GPTNeoXModel):
         return BaseModelOutputWithPast(last_hidden_state=self.final_layer_norm(hidden_states))
 
 
-class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
+class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
     """`transformers.GPTNeoXForCausalLM` over the tensor-parallel ranks; at size 1 it is that model.
 
     Args:
@@ -215,13 +216,20 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
             `neuronx_distributed_config(sequence_parallel=True)` sums.
 
     Raises:
-        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide.
+        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide, an
+            attention kernel other than `base.KERNELS`, or, with sequence parallel, outputs that the
+            configuration asks for beside the logits.
     """
+
+    gives_cache = True
 
     def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool = False):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         with torch.device("meta"):
             super().__init__(config)
+            self.check_kernel()
+            if sequence_parallel_enabled:
+                self.check_outputs()
             self.gpt_neox = GPTNeoXModel(config, sequence_parallel_enabled)
             self.lm_head = ColumnParallelLinear(
                 config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True,
@@ -246,6 +254,7 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
             attention_mask: `[B, S]`, 0 for padding. None stands for no padding; then no mask exists anywhere.
             num_items_in_batch: what `count_targets` gives for the whole global batch. The loss is
                 the sum over this batch divided by that count. By default this batch is the whole.
+            kwargs: further arguments of Hugging Face's; none with sequence parallel.
 
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide, or a cache.
@@ -254,14 +263,19 @@ class GPTNeoXForCausalLM(hf.GPTNeoXForCausalLM):
             attention_mask = torch.ones_like(input_ids)
         if attention_mask is not None and attention_mask.dim() == 2 and not use_cache:
             attention_mask = self._causal_mask(attention_mask)
+        # What sequence parallel does not take, the model names.
+        keep = 0 if self.sequence_parallel_enabled else kwargs.pop("logits_to_keep", 0)
         output = self.gpt_neox(input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)
-        logits = self.lm_head(output.last_hidden_state)
+        logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, keep))
         if self.sequence_parallel_enabled:
             logits = logits.transpose(0, 1)
         loss = None
         if labels is not None:
             loss = causal_lm_loss(logits, labels, self.config.vocab_size, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=output.get("cache"))
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, cache=output.get("cache"),
+            hidden_states=output.get("hidden_states"), attentions=output.get("attentions"),
+        )  # fmt: skip
 
     def _causal_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """`[B, 1, S, S]`: which keys a query sees."""

@@ -19,6 +19,7 @@ from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEm
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .attention import CoreAttention, causal_mask
+from .base import ShardedModel
 from .causal_lm import causal_lm_loss, count_targets
 from .initialize import finish, initialize_sharded
 from .rotary import ExactFrequencies
@@ -199,7 +200,7 @@ class LlamaModel(hf.LlamaModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
-class LlamaForCausalLM(hf.LlamaForCausalLM):
+class LlamaForCausalLM(ShardedModel, hf.LlamaForCausalLM):
     """`transformers.LlamaForCausalLM` over the tensor-parallel ranks, for training: it keeps no cache.
 
     Args:
@@ -211,7 +212,8 @@ class LlamaForCausalLM(hf.LlamaForCausalLM):
         use_flash_attention: PyTorch's fused kernel for attention.
 
     Raises:
-        ValueError: heads or a feed-forward size that do not fit the tensor-parallel size.
+        ValueError: heads or a feed-forward size that do not fit the tensor-parallel size, or
+            outputs that the configuration asks for and forward does not give.
     """
 
     _no_split_modules = ["ParallelDecoderLayer"]
@@ -220,6 +222,7 @@ class LlamaForCausalLM(hf.LlamaForCausalLM):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         with torch.device("meta"):
             super().__init__(config)
+            self.check_outputs()
             self.model = LlamaModel(config, sequence_parallel_enabled, use_flash_attention)
             self.lm_head = ColumnParallelLinear(
                 config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True,

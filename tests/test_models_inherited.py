@@ -1,0 +1,125 @@
+"""What the sharded models inherit from Hugging Face: equal to it, or refused, and never silently something else."""
+
+import pytest
+import torch
+from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
+from transformers.models.gpt_neox import modeling_gpt_neox as hf
+
+from tutorial_lib.models.bert import BertForPreTraining
+from tutorial_lib.models.gpt import GPT2LMHeadModel
+from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
+from tutorial_lib.models.initialize import hugging_face_reference
+from tutorial_lib.models.llama2 import LlamaForCausalLM
+from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+
+from .parity import assert_refused, next_token_batch
+
+SIZES = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+    vocab_size=96, max_position_embeddings=64,
+)  # fmt: skip
+GPT_SIZES = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, bos_token_id=95, eos_token_id=95)  # fmt: skip
+MODELS = {
+    "bert": (BertForPreTraining, BertConfig, dict(SIZES, attention_probs_dropout_prob=0.5)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, dict(GPT_SIZES, attn_pdrop=0.5)),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, dict(SIZES, attention_dropout=0.5)),
+    "llama": (LlamaForCausalLM, LlamaConfig, dict(SIZES, attention_dropout=0.5)),
+}
+IDS = next_token_batch(0)["input_ids"]
+
+
+def model_of(name, **changes):
+    model, config, sizes = MODELS[name]
+    return model(config(**{**sizes, **changes}))
+
+
+def gradients(name, recomputed):
+    model_parallel_xla_manual_seed(0)
+    model = model_of(name).train()
+    if recomputed:
+        model.gradient_checkpointing_enable()
+    batch = {"input_ids": IDS, "labels": IDS}
+    if name == "bert":
+        batch["next_sentence_label"] = torch.zeros(2, dtype=torch.long)
+    model(**batch).loss.backward()
+    return {key: p.grad for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_hugging_faces_switch_for_checkpointing_replays_dropout(ranks, name):
+    for kept, again in zip(*(ranks(gradients, name, r, world_size=2, tp=2) for r in (False, True))):
+        for key, grad in kept.items():
+            assert torch.equal(again[key], grad), key
+
+
+def reentrant():
+    model_of("llama").gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_reentrant_checkpointing_is_refused(ranks):
+    assert_refused(ranks, "'use_reentrant': True", reentrant, world_size=1)
+
+
+def generated(name, sequence_parallel=False):
+    model, config, sizes = MODELS[name]
+    torch.manual_seed(0)
+    model = model(config(**sizes), sequence_parallel_enabled=sequence_parallel).eval()
+    return model.generate(IDS, max_new_tokens=4, do_sample=False)
+
+
+def test_generation_is_hugging_faces_or_refused(ranks):
+    torch.manual_seed(0)
+    expected = hugging_face_reference(hf.GPTNeoXForCausalLM, GPTNeoXConfig(**SIZES)).eval()
+    expected = expected.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(ranks(generated, "gpt_neox", world_size=1)[0], expected)
+    assert_refused(ranks, "over 2 ranks is for training", generated, "gpt_neox", world_size=2, tp=2)
+    for name, sequence_parallel in (("gpt_neox", True), ("llama", False), ("gpt2", False)):
+        assert_refused(ranks, "is for training", generated, name, sequence_parallel, world_size=1)
+
+
+def outputs(**given):
+    torch.manual_seed(0)
+    model = model_of("gpt_neox", attn_implementation="eager").double().eval()
+    return dict(model(IDS, **given))
+
+
+WANTED = [dict(output_hidden_states=True), dict(output_attentions=True), dict(logits_to_keep=3)]
+
+
+@pytest.mark.parametrize("given", WANTED, ids=[next(iter(g)) for g in WANTED])
+def test_outputs_beside_the_logits_equal_hugging_faces(ranks, given):
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(**SIZES, attn_implementation="eager")
+    right = hugging_face_reference(hf.GPTNeoXForCausalLM, config).double().eval()(IDS, **given)
+    parts = ranks(outputs, world_size=2, tp=2, **given)
+    torch.testing.assert_close(torch.cat([p["logits"] for p in parts], -1), right.logits, rtol=0, atol=1e-10)
+    for layer, expected in enumerate(right.hidden_states or ()):
+        for part in parts:
+            torch.testing.assert_close(part["hidden_states"][layer], expected, rtol=0, atol=1e-10)
+    for layer, expected in enumerate(right.attentions or ()):
+        whole = torch.cat([part["attentions"][layer] for part in parts], 1)  # each its own heads
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
+
+
+def by_configuration():
+    torch.manual_seed(0)
+    return model_of("gpt_neox", output_hidden_states=True).eval()(IDS).hidden_states
+
+
+def test_a_configuration_may_ask_for_outputs(ranks):
+    assert [len(found) for found in ranks(by_configuration, world_size=1)] == [3]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_a_model_does_not_give_are_refused(ranks, name, what):
+    changes = {what: True, "attn_implementation": "eager"}
+    assert_refused(ranks, f"{what}=True is not supported", model_of, name, world_size=1, **changes)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt_neox"])
+def test_an_attention_kernel_that_reads_masks_otherwise_is_refused(ranks, name):
+    changes = {"attn_implementation": "flex_attention"}
+    assert_refused(ranks, "'flex_attention' is not one of", model_of, name, world_size=1, **changes)
