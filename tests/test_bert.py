@@ -157,3 +157,17 @@ def test_parameters_in_closed_form(ranks, preset, choice, tied):
 )
 def test_what_does_not_fit_is_named_on_every_rank(ranks, changes, choice, numbers):
     assert_refused(ranks, numbers, build, BertForPreTraining, config(**changes), *choice, world_size=4, tp=4)
+
+
+def next_sentences(labels):
+    torch.manual_seed(3)
+    batch = {**micro_batch(0), "next_sentence_label": torch.tensor(labels)}
+    return BertForPreTraining(config()).double()(**batch).loss.item()
+
+
+@pytest.mark.parametrize("labels", [[1, -100], [-100, 0]])
+def test_a_sequence_without_a_label_counts_for_nothing(ranks, labels):
+    torch.manual_seed(3)
+    model = hugging_face_reference(HuggingFaceBert, config()).double()
+    expected = model(**{**micro_batch(0), "next_sentence_label": torch.tensor(labels)}).loss.item()
+    assert ranks(next_sentences, labels, world_size=1) == pytest.approx([expected], abs=1e-10)

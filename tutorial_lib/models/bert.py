@@ -18,6 +18,7 @@ from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
 from .attention import hugging_face_mask
+from .base import ShardedModel
 from .initialize import finish, initialize_sharded
 
 PRESETS = {
@@ -109,7 +110,7 @@ class ParallelOutput(hf.BertOutput):
         self.dense = RowParallelLinear(config.intermediate_size, config.hidden_size, input_is_parallel=True)
 
 
-class BertForPreTraining(hf.BertForPreTraining):
+class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
     """`transformers.BertForPreTraining` over the tensor-parallel ranks; at size 1 it is that model.
 
     Args:
@@ -119,7 +120,8 @@ class BertForPreTraining(hf.BertForPreTraining):
             A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
 
     Raises:
-        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide, or a decoder.
+        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide, a
+            decoder, or an attention kernel other than `base.KERNELS`.
     """
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
@@ -128,6 +130,7 @@ class BertForPreTraining(hf.BertForPreTraining):
         self.shard_vocabulary = shard_vocabulary
         with torch.device("meta"):
             super().__init__(config)
+            self.check_kernel()
             for index, layer in enumerate(self.bert.encoder.layer):
                 layer.attention.self = ParallelSelfAttention(config, layer_idx=index)
                 layer.attention.output = ParallelSelfOutput(config)
@@ -154,7 +157,7 @@ class BertForPreTraining(hf.BertForPreTraining):
     def count_targets(self, batch: dict) -> torch.Tensor:
         """`[2]`: predicted tokens and sequences of a batch, which the two parts of the loss are averaged over."""
         tokens = (batch["labels"] != -100).sum()
-        return torch.stack([tokens, torch.ones_like(batch["next_sentence_label"]).sum()])
+        return torch.stack([tokens, (batch["next_sentence_label"] != -100).sum()])
 
     def forward(
         self, input_ids, attention_mask=None, labels=None, next_sentence_label=None, num_items_in_batch=None, **kwargs
@@ -164,7 +167,7 @@ class BertForPreTraining(hf.BertForPreTraining):
         Args:
             input_ids, labels: `[B, S]`; a label of -100 is not predicted.
             attention_mask: `[B, S]`, 0 for padding.
-            next_sentence_label: `[B]`.
+            next_sentence_label: `[B]`; one of -100 is not predicted.
             num_items_in_batch: `[2]`, what `count_targets` gives for the whole global batch. Each part of the loss is
                 then its sum over this batch divided by that count, so that the losses of all micro-batches and
                 data-parallel ranks add up to the loss of the global batch. By default this batch is the whole.
