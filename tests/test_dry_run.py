@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, BertForPreTraining, ViTConfig
+from transformers import AutoModelForCausalLM, BertForPreTraining, LlamaConfig, ViTConfig
 
 from tutorial_lib.dry_run import dry_run, dry_world, main
 from tutorial_lib.parallel_layers import comm
@@ -124,7 +124,15 @@ def test_attention_is_saved_as_the_backend_does():
         (lambda: dry_run(SMALL["bert"], 4), r"rank 4 is not in \[0, 4\)"),
         (lambda: dry_run(SMALL["bert"], 0, "tpu"), "'tpu' is not one of cpu, cuda, xla"),
         (lambda: SMALL["bert"].change(tp=3), "4 is not divisible by 3"),
-        (lambda: SMALL["bert"].change(dp=0), "dp 0 is below 1"),
+        (lambda: SMALL["bert"].change(dp=0), "dp is 0, must be a whole number"),
+        (lambda: SMALL["bert"].change(tp=2.0), "tp is 2.0, must be a whole number"),
+        (lambda: SMALL["bert"].change(accumulation=True), "accumulation is True"),
+        (lambda: SMALL["bert"].change(dtype=torch.int8), "torch.int8"),
+        (
+            lambda: SMALL["neox"].change(options={"shard_mlp": True}),
+            "shard_mlp of gpt_neox; it takes none",
+        ),
+        (lambda: Run(LlamaConfig(num_key_value_heads=3)), "32 is not divisible by 3"),
         (lambda: SMALL["bert"].change(sequence_parallel=True), "not built for bert"),
         (lambda: SMALL["bert"].change(sequence=513), "513 is above the model's 512"),
         (

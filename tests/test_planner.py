@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tutorial_lib.dry_run import dry_run
-from tutorial_lib.models import gpt_neox, llama2
+from tutorial_lib.models import bert, gpt_neox, llama2
 from tutorial_lib.planner import (
     INSTANCES, Plan, custom, scaled, smallest_tensor_parallel, switches, with_tensor_parallel,
 )  # fmt: skip
@@ -19,9 +19,8 @@ from tutorial_lib.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
 from .small_runs import GPT, LLAMA, NEOX, SMALL, real_steps
 
 TRN1, H100 = INSTANCES["trn1.32xlarge"], INSTANCES["h100x8"]
-ANY = custom(
-    "cores=64,memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9"
-)
+RATES = "memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9"
+ANY = custom(f"cores=64,{RATES}")
 
 
 @pytest.mark.parametrize("name", [*SMALL, *TUTORIALS])
@@ -194,6 +193,16 @@ def test_more_nodes():
         ),
         (lambda: scaled(Plan(TUTORIALS["gpt-neox-20b"], H100), [1]), "1 nodes of 8 cores"),
         (lambda: custom("cores=8,speed=3"), "unknown fields speed"),
+        (lambda: custom(f"cores=2.5,{RATES}"), "'2.5'"),
+        (lambda: custom(f"cores=inf,{RATES}"), "'inf'"),
+        (lambda: custom(f"cores=0,{RATES}"), "cores is 0"),
+        (lambda: custom(f"cores=2,cores=4,{RATES}"), "a field twice"),
+        (lambda: Plan(Run(GPT, 4, 8, 1, 64), TRN1, "tpu"), "'tpu' is not one of cpu"),
+        (lambda: with_tensor_parallel(Plan(Run(GPT, 4, 8, 1, 64), TRN1), 0), "tp is 0"),
+        (
+            lambda: parameters(Run(bert.make_config("tiny", tie_word_embeddings=False), sequence=64)),
+            "tie_word_embeddings=False",
+        ),
         (lambda: custom("cores=8,memory=3"), "lacks half_operations"),
         (
             lambda: custom(

@@ -18,7 +18,7 @@ from tutorial_lib.models.gpt_config import feed_forward_size
 from tutorial_lib.models.llama2_activations import CHECKPOINTED
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
-from tutorial_lib.parallel_layers.utils import ensure_divisibility
+from tutorial_lib.parallel_layers.utils import ensure_divisibility, ensure_positive
 from tutorial_lib.trainer import (
     NxDOptimizer,
     initialize_parallel_optimizer,
@@ -40,6 +40,12 @@ RECOMPUTED: dict[str, dict[str, tuple[type[nn.Module], ...]]] = {
     "gpt_neox": {"none": (), "full": (gpt_neox.ParallelLayer,)},
     "llama": CHECKPOINTED,
 }
+OPTIONS: dict[str, set[str]] = {  # further keywords of the models
+    "bert": {"shard_mlp", "shard_vocabulary"},
+    "gpt2": {"use_flash_attention"},
+    "gpt_neox": set(),
+    "llama": {"use_flash_attention"},
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Run:
             without it.
         dtype: of weights and activations. Moments are float32.
         float32_gradients: accumulate in float32; needs `zero`.
-        options: further keywords of the model, such as BERT's `shard_mlp`.
+        options: further keywords of the model, of `OPTIONS[model_type]`.
 
     Raises:
         ValueError: values that contradict each other, with the numbers.
@@ -79,13 +85,15 @@ class Run:
     def __post_init__(self):
         if self.family not in MODELS:
             raise ValueError(f"model_type {self.family!r} is not one of {', '.join(MODELS)}")
-        counts = {
-            name: getattr(self, name)
-            for name in ("tp", "dp", "micro_batch", "sequence", "accumulation")
-        }
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} {value} is below 1")
+        ensure_positive(
+            tp=self.tp, dp=self.dp, micro_batch=self.micro_batch, sequence=self.sequence,
+            accumulation=self.accumulation,
+        )  # fmt: skip
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype {self.dtype} is no floating-point one")
+        if unknown := sorted(set(self.options) - OPTIONS[self.family]):
+            known = ", ".join(sorted(OPTIONS[self.family])) or "none"
+            raise ValueError(f"options {', '.join(unknown)} of {self.family}; it takes {known}")
         if self.checkpointing not in RECOMPUTED[self.family]:
             kinds = ", ".join(RECOMPUTED[self.family])
             raise ValueError(

@@ -57,9 +57,11 @@ def kv_multiplier(config: LlamaConfig, tp_size: int) -> int:
     """How many ranks hold each key and value head: 1 unless there are fewer of them than ranks.
 
     Raises:
-        ValueError: neither does the number of ranks divide that of the heads, nor the other way round.
+        ValueError: neither does the number of ranks divide that of the heads, nor the other way
+            round; or the query heads are no multiple of them.
     """
     heads = config.num_key_value_heads
+    ensure_divisibility(config.num_attention_heads, heads, "attention heads over key/value heads")
     if heads >= tp_size:
         ensure_divisibility(heads, tp_size, "key/value heads over tensor-parallel ranks")
         return 1

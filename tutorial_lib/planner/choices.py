@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tutorial_lib.parallel_layers.utils import ensure_positive
 from tutorial_lib.runs import RECOMPUTED
 
 from .plan import Plan
@@ -21,7 +22,11 @@ def _with(plan: Plan, **changes) -> Plan | None:
 def with_tensor_parallel(plan: Plan, tp: int) -> Plan | None:
     """The same cores and sequences a step with another tensor-parallel size; None where that is
     impossible.
+
+    Raises:
+        ValueError: `tp` is no whole number from 1 on.
     """
+    ensure_positive(tp=tp)
     run = plan.run
     if run.world_size % tp:
         return None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from tutorial_lib.parallel_layers.utils import ensure_positive
+
 GIGABIT = 1e9 / 8  # bytes
 
 
@@ -24,7 +26,8 @@ class Instance:
     link: float | None = None
 
     def __post_init__(self):
-        for field in fields(self)[1:]:
+        ensure_positive(cores=self.cores)
+        for field in fields(self)[2:]:
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise ValueError(f"{field.name} {value} of {self.name} is not above 0")
@@ -57,10 +60,13 @@ def custom(text: str) -> Instance:
     `link`.
 
     Raises:
-        ValueError: a field is missing, unknown or no number.
+        ValueError: a field is missing, unknown, there twice or no number, or `cores` no whole one.
     """
     known = {field.name for field in fields(Instance)} - {"name"}
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = [part.partition("=")[::2] for part in text.split(",")]
+    given = dict(parts)
+    if len(given) < len(parts):
+        raise ValueError(f"instance {text!r} has a field twice")
     if unknown := sorted(set(given) - known):
         raise ValueError(
             f"instance {text!r} has unknown fields {', '.join(unknown)}; it takes "
@@ -69,7 +75,9 @@ def custom(text: str) -> Instance:
     if missing := sorted(known - {"link"} - set(given)):
         raise ValueError(f"instance {text!r} lacks {', '.join(missing)}")
     try:
-        values = {name: float(value) for name, value in given.items()}
+        values = {
+            name: (int if name == "cores" else float)(value) for name, value in given.items()
+        }
     except ValueError as error:
         raise ValueError(f"instance {text!r}: {error}") from None
-    return Instance("custom", int(values.pop("cores")), **values)
+    return Instance("custom", **values)

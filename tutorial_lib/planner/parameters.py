@@ -23,7 +23,11 @@ class Parameter:
 
 
 def parameters(run: Run) -> list[Parameter]:
-    """In the order in which the optimizer has them: those that it decays first."""
+    """In the order in which the optimizer has them: those that it decays first.
+
+    Raises:
+        ValueError: a BERT with a head of its own, which has a bias without a gradient.
+    """
     found = list(_FAMILIES[run.family](run))
     return [p for p in found if p.decayed] + [p for p in found if not p.decayed]
 
@@ -121,6 +125,8 @@ def _llama(run: Run) -> Iterator[Parameter]:
 
 def _bert(run: Run) -> Iterator[Parameter]:
     config, tp = run.config, run.tp
+    if not config.tie_word_embeddings:
+        raise ValueError("no closed form for tie_word_embeddings=False of bert")
     hidden, rows = config.hidden_size, vocabulary(run)
     features = config.intermediate_size // (tp if run.options.get("shard_mlp") else 1)
     for count in (rows, config.max_position_embeddings, config.type_vocab_size):

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from tutorial_lib.launch import BACKENDS
 from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.comm import Collective
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
@@ -30,8 +31,8 @@ class Plan:
         backend: what the ranks compute with; `xla` has no fused attention.
 
     Raises:
-        ValueError: tensor parallelism and cores that do not fit each other, or a part of a second
-            node.
+        ValueError: tensor parallelism and cores that do not fit each other, a part of a second
+            node, or an unknown backend.
     """
 
     run: Run
@@ -39,6 +40,8 @@ class Plan:
     backend: str = "xla"
 
     def __post_init__(self):
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
         cores, tp = self.instance.cores, self.run.tp
         ensure_divisibility(
             max(cores, tp), min(cores, tp), "cores of a node and tensor-parallel ranks"
