@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
+from transformers import LlamaForCausalLM as LlamaHuggingFace
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
 from tutorial_lib.models.bert import BertForPreTraining
@@ -123,3 +124,41 @@ def test_outputs_that_a_model_does_not_give_are_refused(ranks, name, what):
 def test_an_attention_kernel_that_reads_masks_otherwise_is_refused(ranks, name):
     changes = {"attn_implementation": "flex_attention"}
     assert_refused(ranks, "'flex_attention' is not one of", model_of, name, world_size=1, **changes)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8], list(range(16))])
+
+
+def packed(name, sequence_parallel=False, given={}, **options):
+    torch.manual_seed(0)
+    model, config, sizes = MODELS[name]
+    model = model(config(**sizes, **given), sequence_parallel, **options).double().eval()
+    return model(IDS, position_ids=POSITIONS).logits
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("llama", {}), ("llama", {"use_flash_attention": True}), ("llama", {"sequence_parallel": True}),
+        ("gpt_neox", {}), ("gpt_neox", {"sequence_parallel": True}),
+        ("gpt_neox", {"given": {"attn_implementation": "eager"}}),
+        ("gpt_neox", {"given": {"output_hidden_states": True}}),
+    ],
+)  # fmt: skip
+def test_documents_that_positions_separate_do_not_see_each_other(ranks, name, options):
+    torch.manual_seed(0)
+    whole = {"llama": LlamaHuggingFace, "gpt_neox": hf.GPTNeoXForCausalLM}[name]
+    whole = hugging_face_reference(whole, MODELS[name][1](**SIZES)).double().eval()
+    right = whole(IDS, position_ids=POSITIONS, use_cache=False).logits
+    apart = whole(IDS[:1, 4:7], use_cache=False).logits
+    torch.testing.assert_close(right[:1, 4:7], apart, rtol=0, atol=1e-6)
+    found = torch.cat(ranks(packed, name, world_size=2, tp=2, **options), -1)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-6)  # Hugging Face's norm is in float32
+
+
+def four_dimensional():
+    model_of("llama").eval()(IDS, attention_mask=torch.ones(2, 1, 16, 16))
+
+
+def test_a_mask_of_another_shape_is_refused(ranks):
+    assert_refused(ranks, "(2, 1, 16, 16) is not [B, S]", four_dimensional, world_size=1)

@@ -13,14 +13,34 @@ from transformers import PreTrainedModel
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 
 
-def causal_mask(length: int, device: torch.device, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+def causal_mask(
+    length: int,
+    device: torch.device,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Which keys are hidden from a query: `[S, S]`, the same for every batch, so that a compiler sees a constant.
 
     Args:
         attention_mask: `[B, S]`, 0 for padding, which then is hidden too: `[B, 1, S, S]`.
+        position_ids: `[B, S]`. Without an `attention_mask` another document begins where they do not
+            count on, and documents do not see each other, as in Hugging Face without a cache.
+
+    Raises:
+        ValueError: an `attention_mask` of another shape.
     """
     later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-    return later if attention_mask is None else later | ~attention_mask.bool()[:, None, None, :]
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.size(1) != length:
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} is not [B, S], S = {length}"
+            )
+        return later | ~attention_mask.bool()[:, None, None, :]
+    if position_ids is not None:
+        jumps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
+        document = jumps.cumsum(-1)
+        return later | (document[:, None, :, None] != document[:, None, None, :])
+    return later
 
 
 def hugging_face_mask(seen: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEm
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
-from .attention import hugging_face_mask
+from .attention import causal_mask, hugging_face_mask
 from .base import ShardedModel
 from .causal_lm import causal_lm_loss, count_targets
 from .dropout import ShardedDropout
@@ -198,6 +198,9 @@ class GPTNeoXModel(hf.GPTNeoXModel):
             ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None]
+        elif attention_mask is None:
+            hidden = causal_mask(length, input_ids.device, position_ids=position_ids)
+            attention_mask = hugging_face_mask(~hidden, self)
         hidden_states = self.emb_dropout(self.embed_in(input_ids))
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
@@ -251,7 +254,8 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
 
         Args:
             input_ids, labels: `[B, S]`. The model shifts: position s predicts label s + 1, unless that is -100.
-            attention_mask: `[B, S]`, 0 for padding. None stands for no padding; then no mask exists anywhere.
+            attention_mask: `[B, S]`, 0 for padding. None stands for no padding; then no mask exists anywhere, but
+                for `position_ids`, which may separate documents (see `causal_mask`).
             num_items_in_batch: what `count_targets` gives for the whole global batch. The loss is
                 the sum over this batch divided by that count. By default this batch is the whole.
             kwargs: further arguments of Hugging Face's; none with sequence parallel.
@@ -259,7 +263,8 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide, or a cache.
         """
-        if attention_mask is None and self.config._attn_implementation == "eager":
+        eager = self.config._attn_implementation == "eager"
+        if attention_mask is None and eager and kwargs.get("position_ids") is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask is not None and attention_mask.dim() == 2 and not use_cache:
             attention_mask = self._causal_mask(attention_mask)

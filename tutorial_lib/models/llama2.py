@@ -190,13 +190,13 @@ class LlamaModel(hf.LlamaModel):
             ensure_divisibility(
                 length, parallel_state.get_tensor_model_parallel_size(), "sequence length over tensor-parallel ranks"
             )
+        hidden = None
+        if attention_mask is not None or position_ids is not None or not self.use_flash_attention:
+            hidden = causal_mask(length, input_ids.device, attention_mask, position_ids)
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None]
         hidden_states = self.embed_tokens(input_ids)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        hidden = None
-        if attention_mask is not None or not self.use_flash_attention:
-            hidden = causal_mask(length, input_ids.device, attention_mask)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=hidden, position_embeddings=position_embeddings)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
@@ -247,12 +247,13 @@ class LlamaForCausalLM(ShardedModel, hf.LlamaForCausalLM):
         Args:
             input_ids, labels: `[B, S]`. The model shifts: position s predicts label s + 1, unless that is −100.
             attention_mask: `[B, S]`, 0 for padding. None stands for no padding: the mask is then a constant.
-            position_ids: `[B, S]`; by default each row counts from 0.
+            position_ids: `[B, S]`; by default each row counts from 0. See `causal_mask`.
             num_items_in_batch: what `count_targets` gives for the whole global batch; by default
                 this batch is the whole.
 
         Raises:
-            ValueError: with sequence parallel, a sequence length that the ranks do not divide.
+            ValueError: with sequence parallel, a sequence length that the ranks do not divide; a mask of
+                another shape.
         """
         logits = self.lm_head(self.model(input_ids, attention_mask, position_ids).last_hidden_state)
         if self.sequence_parallel_enabled:
