@@ -194,6 +194,18 @@ def test_logprobs_of_the_next_token(ranks):
             assert error <= 1e-10 and grad is not inference
 
 
+def padded_logprobs():
+    logits = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = torch.tensor([[0, 4, 2, 3]])
+    found = from_parallel_logits_to_logprobs(mine(logits), tokens, vocab_size=5)
+    wanted = logits[..., :5].log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return (found - wanted).abs().max().item()
+
+
+def test_padding_of_the_vocabulary_has_no_probability(ranks):
+    assert max(ranks(padded_logprobs, world_size=2, tp=2)) <= 1e-10
+
+
 BAD = {
     "target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 4])), ("4",)),
     "negative target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, -1])), ("-1", "4")),

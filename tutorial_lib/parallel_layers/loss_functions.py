@@ -130,17 +130,25 @@ def parallel_cross_entropy(
 
 
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, inference: bool = True
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    inference: bool = True,
+    *,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """The log-probability of each next token.
 
     Args:
         vocab_parallel_logits: `[B, S, V/T]`.
-        target: `[B, S]`, the tokens that the logits were computed from.
+        target: `[B, S]`, the tokens that the logits were computed from; −100 has log-probability 0.
         inference: without gradient.
+        vocab_size: V where the logits carry padding, as in `parallel_cross_entropy`.
 
     Returns:
         `[B, S − 1]`: entry s is that of token s + 1, given the tokens up to s.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
-        return -parallel_cross_entropy(vocab_parallel_logits[:, :-1], target[:, 1:])
+        losses = parallel_cross_entropy(
+            vocab_parallel_logits[:, :-1], target[:, 1:], vocab_size=vocab_size
+        )
+        return -losses
