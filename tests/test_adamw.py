@@ -2,6 +2,7 @@
 groups.
 """
 
+import copy
 import math
 
 import pytest
@@ -96,6 +97,22 @@ def test_state_is_wide_and_survives_a_load(dtype, wide):
         for key in a:
             assert torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype
             assert a[key].data_ptr() != b[key].data_ptr()
+
+
+def test_a_state_whose_step_is_a_number_is_continued():
+    _, optimizer = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2))
+    parameters = optimizer.param_groups[0]["params"]
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+    fresh = AdamW_FP32OptimParams(copies, lr=1e-2)
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    fresh.load_state_dict(state)
+    for p in (*parameters, *copies):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    fresh.step()
+    assert all(torch.equal(a, b) for a, b in zip(copies, parameters, strict=True))
 
 
 def test_a_tensor_learning_rate_and_a_scheduler_give_the_same_steps():

@@ -143,6 +143,8 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(indices, parameters):
             for key, value in state_dict["state"].get(index, {}).items():
+                if not isinstance(value, torch.Tensor):  # the step count of the vendor's AdamW
+                    value = torch.tensor(float(value), dtype=torch.float32)
                 self.state[p][key] = value.detach().to(p.device, copy=True)
 
 
