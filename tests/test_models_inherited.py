@@ -156,9 +156,54 @@ def test_documents_that_positions_separate_do_not_see_each_other(ranks, name, op
     torch.testing.assert_close(found, right, rtol=0, atol=1e-6)  # Hugging Face's norm is in float32
 
 
-def four_dimensional():
-    model_of("llama").eval()(IDS, attention_mask=torch.ones(2, 1, 16, 16))
+def misshaped(name, **given):
+    model_of(name).eval()(IDS, **given)
 
 
-def test_a_mask_of_another_shape_is_refused(ranks):
-    assert_refused(ranks, "(2, 1, 16, 16) is not [B, S]", four_dimensional, world_size=1)
+@pytest.mark.parametrize(
+    "name, given, shape",
+    [
+        ("llama", {"attention_mask": torch.ones(2, 1, 16, 16)}, "attention_mask of shape (2, 1, 16, 16)"),
+        ("llama", {"position_ids": torch.arange(16)}, "position_ids of shape (16,)"),
+        ("gpt_neox", {"position_ids": torch.arange(15)[None]}, "position_ids of shape (1, 15)"),
+    ],
+)
+def test_a_mask_or_positions_of_another_shape_are_refused(ranks, name, given, shape):
+    assert_refused(ranks, f"{shape} is not [B, S]", misshaped, name, world_size=1, **given)
+
+
+def counted(name):
+    model = model_of(name).eval()
+    with torch.no_grad():
+        return [
+            model(IDS, labels=IDS, num_items_in_batch=n).loss.item() for n in (7, torch.tensor(7))
+        ]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama"])
+def test_the_number_of_targets_may_be_a_plain_number(ranks, name):
+    plain, tensor = ranks(counted, name, world_size=1)[0]
+    assert plain == tensor
+
+
+def saved(name, folder):
+    torch.manual_seed(0)
+    model_of(name).save_pretrained(folder)
+
+
+def test_files_of_hugging_face_are_right_or_refused(ranks, tmp_path):
+    ranks(saved, "gpt_neox", tmp_path, world_size=1)
+    torch.manual_seed(0)
+    whole = hugging_face_reference(hf.GPTNeoXForCausalLM, GPTNeoXConfig(**SIZES)).state_dict()
+    loaded = hf.GPTNeoXForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in whole.items())
+    for name in ("gpt_neox", "bert"):
+        assert_refused(ranks, "to save it", saved, name, tmp_path, world_size=2, tp=2)
+    for name in ("llama", "gpt2"):
+        assert_refused(ranks, "to save it", saved, name, tmp_path, world_size=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_would_lose_their_marks_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="load_full_tensors"):
+        MODELS[name][0].from_pretrained(tmp_path)

@@ -27,14 +27,14 @@ def causal_mask(
             count on, and documents do not see each other, as in Hugging Face without a cache.
 
     Raises:
-        ValueError: an `attention_mask` of another shape.
+        ValueError: one of them has another shape.
     """
     later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if given is not None and (given.dim() != 2 or given.size(1) != length):
+            shape = tuple(given.shape)
+            raise ValueError(f"{name} of shape {shape} is not [B, S], S = {length}")
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.size(1) != length:
-            raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)} is not [B, S], S = {length}"
-            )
         return later | ~attention_mask.bool()[:, None, None, :]
     if position_ids is not None:
         jumps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1

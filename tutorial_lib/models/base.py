@@ -11,7 +11,7 @@ KERNELS = ("eager", "sdpa")  # the attention of Hugging Face that takes the mask
 class ShardedModel:
     """To stand before the Hugging Face class among the bases of a model."""
 
-    gives_cache = False  # whether forward keeps keys and values for generation
+    whole_at_size_1 = False  # whether it then is Hugging Face's model: a cache, and the same names
 
     def check_kernel(self) -> None:
         """Raises ValueError unless Hugging Face's attention takes the masks that are made here."""
@@ -25,19 +25,39 @@ class ShardedModel:
             if getattr(self.config, name):
                 raise ValueError(f"{name}=True is not supported: {type(self).__name__} gives logits")
 
+    def _check_whole(self, what: str) -> None:
+        tp_size = parallel_state.get_tensor_model_parallel_size()
+        if tp_size > 1 or not self.whole_at_size_1:
+            raise ValueError(
+                f"{type(self).__name__} over {tp_size} ranks is for training: to {what}, put its "
+                "`full_tensors` into Hugging Face's model"
+            )
+
     def generate(self, *args, **kwargs):
         """Hugging Face's, where a rank has the logits of the whole vocabulary and the model a cache.
 
         Raises:
             ValueError: elsewhere.
         """
-        tp_size = parallel_state.get_tensor_model_parallel_size()
-        if not self.gives_cache or tp_size > 1 or self.sequence_parallel_enabled:
-            raise ValueError(
-                f"{type(self).__name__} over {tp_size} ranks is for training: to generate, put its "
-                "`full_tensors` into Hugging Face's model"
-            )
+        self._check_whole("generate")
         return super().generate(*args, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        """Hugging Face's, where a rank has the whole model under Hugging Face's names.
+
+        Raises:
+            ValueError: elsewhere.
+        """
+        self._check_whole("save it")
+        return super().save_pretrained(*args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Raises ValueError: Hugging Face's leaves out fused weights, and the marks of sharded ones."""
+        raise ValueError(
+            f"{cls.__name__} is built from a configuration and takes the weights of Hugging Face's "
+            "model by `load_full_tensors`, or from a checkpoint that was split"
+        )
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable | None = None, **kwargs

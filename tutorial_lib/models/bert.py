@@ -124,6 +124,8 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
             decoder, or an attention kernel other than `base.KERNELS`.
     """
 
+    whole_at_size_1 = True
+
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
         if config.is_decoder:
             raise ValueError("is_decoder=True is not supported: this attention sees the whole sequence")

@@ -224,7 +224,7 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
             configuration asks for beside the logits.
     """
 
-    gives_cache = True
+    whole_at_size_1 = True
 
     def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool = False):
         self.sequence_parallel_enabled = sequence_parallel_enabled
