@@ -163,7 +163,11 @@ def misshaped(name, **given):
 @pytest.mark.parametrize(
     "name, given, shape",
     [
-        ("llama", {"attention_mask": torch.ones(2, 1, 16, 16)}, "attention_mask of shape (2, 1, 16, 16)"),
+        (
+            "llama",
+            {"attention_mask": torch.ones(2, 1, 16, 16)},
+            "attention_mask of shape (2, 1, 16, 16)",
+        ),
         ("llama", {"position_ids": torch.arange(16)}, "position_ids of shape (16,)"),
         ("gpt_neox", {"position_ids": torch.arange(15)[None]}, "position_ids of shape (1, 15)"),
     ],

@@ -53,7 +53,7 @@ class ShardedModel:
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Raises ValueError: Hugging Face's leaves out fused weights, and the marks of sharded ones."""
+        """Raises ValueError: Hugging Face's leaves out fused weights, and marks of sharded ones."""
         raise ValueError(
             f"{cls.__name__} is built from a configuration and takes the weights of Hugging Face's "
             "model by `load_full_tensors`, or from a checkpoint that was split"

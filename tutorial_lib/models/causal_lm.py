@@ -12,7 +12,10 @@ def count_targets(labels: torch.Tensor) -> torch.Tensor:
 
 
 def causal_lm_loss(
-    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: torch.Tensor | int | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """The sum of the cross entropies of a batch over the number of predicted tokens.
 
@@ -27,7 +30,10 @@ def causal_lm_loss(
 
 
 def targets_loss(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, num_items_in_batch: torch.Tensor | int | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """`causal_lm_loss` with what position s predicts at `targets[:, s]`, shifted already."""
     if num_items_in_batch is None:
