@@ -40,12 +40,6 @@ RECOMPUTED: dict[str, dict[str, tuple[type[nn.Module], ...]]] = {
     "gpt_neox": {"none": (), "full": (gpt_neox.ParallelLayer,)},
     "llama": CHECKPOINTED,
 }
-OPTIONS: dict[str, set[str]] = {  # further keywords of the models
-    "bert": {"shard_mlp", "shard_vocabulary"},
-    "gpt2": {"use_flash_attention"},
-    "gpt_neox": set(),
-    "llama": {"use_flash_attention"},
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Run:
             without it.
         dtype: of weights and activations. Moments are float32.
         float32_gradients: accumulate in float32; needs `zero`.
-        options: further keywords of the model, of `OPTIONS[model_type]`.
+        options: further keywords of the model, such as BERT's `shard_mlp`.
 
     Raises:
         ValueError: values that contradict each other, with the numbers.
@@ -91,9 +85,10 @@ class Run:
         )  # fmt: skip
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype {self.dtype} is no floating-point one")
-        if unknown := sorted(set(self.options) - OPTIONS[self.family]):
-            known = ", ".join(sorted(OPTIONS[self.family])) or "none"
-            raise ValueError(f"options {', '.join(unknown)} of {self.family}; it takes {known}")
+        known = set(MODELS[self.family].options()) - {"sequence_parallel_enabled"}  # a field here
+        if unknown := sorted(set(self.options) - known):
+            takes = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"options {', '.join(unknown)} of {self.family}; it takes {takes}")
         if self.checkpointing not in RECOMPUTED[self.family]:
             kinds = ", ".join(RECOMPUTED[self.family])
             raise ValueError(

@@ -7,7 +7,6 @@ several of Hugging Face's. In files a tensor may have an older name, which trans
 """
 
 import importlib
-import inspect
 import json
 import re
 import warnings
@@ -163,13 +162,16 @@ def pieces(layout: Layout, names: tuple[str, ...]) -> list[tuple[str, int, int]]
     return list(zip(names, starts, sizes))
 
 
-def completed(config: dict) -> dict:
-    """Hugging Face's configuration with all of its fields, those left at their defaults too."""
+def _configuration(config: dict):
     from transformers import AutoConfig
 
     given = {name: value for name, value in config.items() if name != "model_type"}
-    whole = AutoConfig.for_model(config["model_type"], **given)
-    return json.loads(whole.to_json_string(use_diff=False))
+    return AutoConfig.for_model(config["model_type"], **given)
+
+
+def completed(config: dict) -> dict:
+    """Hugging Face's configuration with all of its fields, those left at their defaults too."""
+    return json.loads(_configuration(config).to_json_string(use_diff=False))
 
 
 def describe_model(config: dict, options: dict) -> tuple[dict[str, Layout], list[list[str]]]:
@@ -183,19 +185,12 @@ def describe_model(config: dict, options: dict) -> tuple[dict[str, Layout], list
     Raises:
         ValueError: the class does not take these options.
     """
-    from transformers import AutoConfig
-
-    cls, kind = architecture_of(config).model_class(), config["model_type"]
-    known = list(inspect.signature(cls).parameters)[1:]  # after the configuration
-    if unknown := sorted(options.keys() - set(known)):
-        raise ValueError(
-            f"{cls.__name__} has no option {', '.join(unknown)}; it takes {', '.join(known)}"
-        )
+    cls = architecture_of(config).model_class()
+    if unknown := sorted(options.keys() - set(cls.options())):
+        known = ", ".join(cls.options())
+        raise ValueError(f"{cls.__name__} has no option {', '.join(unknown)}; it takes {known}")
     with _world_of_one(), torch.device("meta"):
-        model = cls(
-            AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"}),
-            **options,
-        )
+        model = cls(_configuration(config), **options)
         return describe(model.state_dict(keep_vars=True))
 
 

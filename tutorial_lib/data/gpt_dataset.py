@@ -1,6 +1,7 @@
 """Samples of S + 1 tokens for GPT, from an indexed data set, in Megatron-LM's order."""
 
 import os
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +31,6 @@ class GPTDataset(Dataset):
         vocab_size: if given, every sample is checked for ids that the model does not have.
         cache_dir: folder of the index files; default the data set's own.
 
-    Attributes:
-        order: all that the order of samples follows from; equal for data sets with the same order.
-
     Raises:
         ValueError: no tokens in these documents, or a number out of range.
     """
@@ -58,6 +56,7 @@ class GPTDataset(Dataset):
             )
         self.indexed, self.split, self.vocab_size = indexed, split, vocab_size
         self.seq_length = seq_length
+        self._documents, self._num_samples, self._seed = documents, num_samples, seed
         self.indices = cached_indices(
             prefix.parent if cache_dir is None else Path(cache_dir),
             f"{prefix.name}_{split}",
@@ -67,13 +66,22 @@ class GPTDataset(Dataset):
             seq_length,
             seed,
         )
-        epochs = epochs_for(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
-        self.order = {
-            "seed": seed,
-            "seq_length": seq_length,
+
+    @cached_property
+    def order(self) -> dict[str, int | str]:
+        """All that the order of samples follows from; equal for data sets with the same order.
+
+        Only checkpoints need it, and it goes through the lengths of all documents.
+        """
+        lengths = self.indexed.sequence_lengths[self._documents.start : self._documents.stop]
+        tokens = int(lengths.sum(dtype=np.int64))
+        epochs = epochs_for(tokens, self._num_samples, self.seq_length)
+        return {
+            "seed": self._seed,
+            "seq_length": self.seq_length,
             "epochs": epochs.count,
             "last_epoch_by_itself": epochs.separate,
-            "first_document": documents.start,
+            "first_document": self._documents.start,
             "lengths_sha256": lengths_sha256(lengths),
         }
 

@@ -1,5 +1,6 @@
 """What the sharded models change of Hugging Face's base class, so that what they inherit is right."""
 
+import inspect
 from collections.abc import Callable
 
 from tutorial_lib.parallel_layers import parallel_state
@@ -12,6 +13,11 @@ class ShardedModel:
     """To stand before the Hugging Face class among the bases of a model."""
 
     whole_at_size_1 = False  # whether it then is Hugging Face's model: a cache, and the same names
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """What the constructor takes beside the configuration."""
+        return list(inspect.signature(cls).parameters)[1:]
 
     def check_kernel(self) -> None:
         """Raises ValueError unless Hugging Face's attention takes the masks that are made here."""

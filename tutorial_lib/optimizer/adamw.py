@@ -144,7 +144,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         for index, p in zip(indices, parameters):
             for key, value in state_dict["state"].get(index, {}).items():
                 if not isinstance(value, torch.Tensor):  # the step count of the vendor's AdamW
-                    value = torch.tensor(float(value), dtype=torch.float32)
+                    value = torch.tensor(float(value), dtype=torch.float32, device=p.device)
                 self.state[p][key] = value.detach().to(p.device, copy=True)
 
 
