@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from data_scripts.articles import deal, texts_at
 from data_scripts.bert_samples import Document, Vocabulary, mask_tokens, sentence_pairs
-from data_scripts.corpus import ARTICLES
 from data_scripts.cores import one_core
+from data_scripts.corpus import ARTICLES
 from data_scripts.files import Stage, ensure
 from data_scripts.wordpiece import (
     SPECIAL_TOKENS,
@@ -116,9 +116,7 @@ def prepare_bert(
 
     def build(folder: Path) -> dict:
         shutil.copyfile(wordpiece.folder / VOCAB, folder / VOCAB)
-        held_out, training = deal(
-            articles, options.shards, options.held_out, options.seed, least=2
-        )
+        held_out, training = deal(articles, options.shards, options.held_out, options.seed, least=2)
         passes = [1] + options.shards * [options.duplication]
         counts = _run(
             [

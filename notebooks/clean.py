@@ -27,11 +27,17 @@ def clean(nb: NotebookNode) -> NotebookNode:
     Warnings and errors stay: `faults` names them, and they are mended at their source.
     """
     nb = nbformat.from_dict(json.loads(json.dumps(nb)))
-    nb.metadata = NotebookNode({key: nb.metadata[key] for key in ("language_info", KEY) if key in nb.metadata})
+    nb.metadata = NotebookNode(
+        {key: nb.metadata[key] for key in ("language_info", KEY) if key in nb.metadata}
+    )
     # Both as JupyterLab gets them from a kernel: it marks a notebook that says otherwise as changed when it opens it.
     nb.metadata.setdefault("language_info", NotebookNode(name="python"))
-    nb.metadata.kernelspec = NotebookNode(name="python3", language="python", display_name="Python 3 (ipykernel)")
-    nb.cells = [cell for cell in nb.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
+    nb.metadata.kernelspec = NotebookNode(
+        name="python3", language="python", display_name="Python 3 (ipykernel)"
+    )
+    nb.cells = [
+        cell for cell in nb.cells if "injected-parameters" not in cell.metadata.get("tags", [])
+    ]
     for number, cell in enumerate((c for c in nb.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
         cell.outputs = list(_merged(cell.outputs))
@@ -40,7 +46,9 @@ def clean(nb: NotebookNode) -> NotebookNode:
                 output.execution_count = number
     for cell in nb.cells:
         tags = cell.metadata.get("tags", [])
-        cell.metadata = NotebookNode({key: cell.metadata[key] for key in ("nbmake", "jupyter") if key in cell.metadata})
+        cell.metadata = NotebookNode(
+            {key: cell.metadata[key] for key in ("nbmake", "jupyter") if key in cell.metadata}
+        )
         if tags:
             cell.metadata.tags = tags
     return nb
@@ -50,7 +58,11 @@ def _merged(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
     """The outputs, with consecutive pieces of one stream as one."""
     pending = None
     for output in outputs:
-        if pending and output.output_type == "stream" == pending.output_type and output.name == pending.name:
+        if (
+            pending
+            and output.output_type == "stream" == pending.output_type
+            and output.name == pending.name
+        ):
             pending.text += output.text
             continue
         if pending:
@@ -78,12 +90,16 @@ def faults(nb: NotebookNode) -> list[str]:
                 found.append(f"cell {number} writes to stderr: {output.text[:200]}")
             if any("widget" in mime for mime in output.get("data", {})):
                 found.append(f"cell {number} has a widget, which GitHub cannot show")
-            for path in sorted({*_MACHINE_PATH.findall(_words(output)), *_own_paths(_words(output))}):
+            for path in sorted(
+                {*_MACHINE_PATH.findall(_words(output)), *_own_paths(_words(output))}
+            ):
                 found.append(f"cell {number} shows a path of this machine: {path}")
         for key in ("papermill", "execution"):
             if key in cell.metadata:
                 found.append(f"cell {number} has {key} metadata")
-    found += [f"the notebook has {key} metadata" for key in ("papermill", "widgets") if key in nb.metadata]
+    found += [
+        f"the notebook has {key} metadata" for key in ("papermill", "widgets") if key in nb.metadata
+    ]
     nbytes = len(nbformat.writes(nb).encode())
     if nbytes > MAX_BYTES:
         found.append(f"{nbytes:,} bytes, more than {MAX_BYTES:,}")
@@ -92,12 +108,16 @@ def faults(nb: NotebookNode) -> list[str]:
 
 def _words(output: NotebookNode) -> str:
     """All text of an output, without pictures."""
-    data = [value for mime, value in output.get("data", {}).items() if not mime.startswith("image/")]
+    data = [
+        value for mime, value in output.get("data", {}).items() if not mime.startswith("image/")
+    ]
     return json.dumps([output.get("text", ""), data, output.get("traceback", [])])
 
 
 def _own_paths(words: str) -> list[str]:
-    return [path for path in (str(ROOT), str(Path.home()), sys.prefix) if path != "/" and path in words]
+    return [
+        path for path in (str(ROOT), str(Path.home()), sys.prefix) if path != "/" and path in words
+    ]
 
 
 def fingerprint(nb: NotebookNode) -> dict[str, str]:
@@ -111,7 +131,11 @@ def fingerprint(nb: NotebookNode) -> dict[str, str]:
             if path not in files:
                 files.add(path)
                 todo.append((path.read_text(), path))
-    hashes = {path.relative_to(ROOT).as_posix(): _hash(path.read_text()) for path in files if path.read_text().strip()}
+    hashes = {
+        path.relative_to(ROOT).as_posix(): _hash(path.read_text())
+        for path in files
+        if path.read_text().strip()
+    }
     return {"code cells": _hash("\n\n".join(cells)), **dict(sorted(hashes.items()))}
 
 
@@ -127,7 +151,9 @@ def _hash(text: str) -> str:
 
 def _python(source: str) -> str:
     """A cell without magics and shell lines."""
-    return "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines())
+    return "\n".join(
+        "" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()
+    )
 
 
 def _imports(source: str, importer: Path | None) -> Iterator[Path]:
@@ -165,4 +191,6 @@ def _file(module: str) -> Path | None:
     if parts[0] not in PACKAGES:
         return None
     place = ROOT.joinpath(*parts)
-    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+    return next(
+        (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None
+    )

@@ -53,8 +53,12 @@ def select(names: list[str]) -> list[Path]:
     wanted = [Path(name).stem for name in names]
     for name in wanted:
         if not any(path.stem.startswith(name) for path in every):
-            raise ValueError(f"no notebook is called {name!r}; there are {', '.join(path.stem for path in every)}")
-    return [path for path in every if not wanted or any(path.stem.startswith(name) for name in wanted)]
+            raise ValueError(
+                f"no notebook is called {name!r}; there are {', '.join(path.stem for path in every)}"
+            )
+    return [
+        path for path in every if not wanted or any(path.stem.startswith(name) for name in wanted)
+    ]
 
 
 def parameters_of(notebook: Path) -> dict[str, object]:
@@ -63,7 +67,9 @@ def parameters_of(notebook: Path) -> dict[str, object]:
     return {name: ast.literal_eval(parameter["default"]) for name, parameter in found.items()}
 
 
-def execute(notebook: Path, output: Path | None = None, parameters: dict[str, object] | None = None) -> NotebookNode:
+def execute(
+    notebook: Path, output: Path | None = None, parameters: dict[str, object] | None = None
+) -> NotebookNode:
     """Executes a notebook in its own folder, in a kernel of this very Python with this checkout first on its path.
 
     Args:
@@ -76,7 +82,9 @@ def execute(notebook: Path, output: Path | None = None, parameters: dict[str, ob
     with tempfile.TemporaryDirectory(prefix="kernels-") as kernels:
         # A `python3` kernel that somebody registered for another environment must not win. Its warnings are about
         # connections within this machine.
-        write_kernel_spec(Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
+        write_kernel_spec(
+            Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"]
+        )
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(ENVIRONMENT, JUPYTER_PATH=kernels, PYTHONPATH=os.pathsep.join(paths))
         try:
@@ -115,7 +123,9 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
     known = {path: parameters_of(path) for path in notebooks}
     for name in parameters:
         if not any(name in own for own in known.values()):
-            raise ValueError(f"no parameter {name!r} in {', '.join(path.stem for path in notebooks)}")
+            raise ValueError(
+                f"no parameter {name!r} in {', '.join(path.stem for path in notebooks)}"
+            )
     EXECUTED.mkdir(parents=True, exist_ok=True)
 
     def run(notebook: Path) -> str:
@@ -127,7 +137,9 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
         finally:
             if output.exists() and output.stat().st_mtime >= begun:
                 page, _ = HTMLExporter(template_name="lab").from_filename(str(output))
-                output.with_suffix(".html").write_text(page.replace("</head>", STYLE, 1), encoding="utf-8")
+                output.with_suffix(".html").write_text(
+                    page.replace("</head>", STYLE, 1), encoding="utf-8"
+                )
         return claims_of(notebook, own, begun)
 
     return _each(notebooks, run)
@@ -181,21 +193,30 @@ def _value(text: str) -> object:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("tutorials", "refresh"):
         command = commands.add_parser(name)
         command.add_argument("names", nargs="*", metavar="NAME")
         if name == "tutorials":
             command.add_argument(
-                "-p", nargs=2, action="append", default=[], metavar=("name", "value"), dest="parameters"
+                "-p",
+                nargs=2,
+                action="append",
+                default=[],
+                metavar=("name", "value"),
+                dest="parameters",
             )
     given = parser.parse_args(arguments)
     try:
         chosen = select(given.names)
         if given.command == "refresh":
             return 0 if refresh(chosen) else 1
-        return 0 if tutorials(chosen, {name: _value(value) for name, value in given.parameters}) else 1
+        return (
+            0 if tutorials(chosen, {name: _value(value) for name, value in given.parameters}) else 1
+        )
     except ValueError as error:
         parser.error(str(error))
 

@@ -46,7 +46,9 @@ class Notebook:
             self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
         finally:
             self.outputs = cell.outputs
-        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), cell.outputs
+        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), (
+            cell.outputs
+        )
         return "".join(o.text for o in cell.outputs)
 
     def fail(self, source: str, within: float) -> str:
@@ -76,7 +78,9 @@ class Traces:
         self.processes = kernel.children(recursive=True)
         connections = [c for p in [kernel, *self.processes] for c in p.net_connections("tcp")]
         self.ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-        self._kernel_ports = {c.laddr.port for c in kernel.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        self._kernel_ports = {
+            c.laddr.port for c in kernel.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+        }
         self.mine = {str(p.pid) for p in self.processes}
 
     def assert_gone(self, within: float, ports: bool = True, kernel_too: bool = False) -> None:
@@ -88,7 +92,9 @@ class Traces:
         """
         _, alive = psutil.wait_procs(self.processes, timeout=within)
         assert not alive, [(p.pid, p.cmdline()) for p in alive]
-        for port in (self.ports if kernel_too else self.ports - self._kernel_ports) if ports else ():
+        for port in (
+            (self.ports if kernel_too else self.ports - self._kernel_ports) if ports else ()
+        ):
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -100,6 +106,10 @@ class Traces:
 def write(path, *cells: str, metadata: dict | None = None) -> str:
     """Writes a notebook of these cells and returns its path."""
     notebook = new_notebook(cells=[new_code_cell(c) for c in cells], metadata=metadata or {})
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata.kernelspec = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     nbformat.write(notebook, path)
     return str(path)

@@ -23,7 +23,13 @@ PARAMETER_SETS = {
     ],
     "04_llama2_selective_checkpointing": [
         {"world_size": 4, "tp_size": 4, "kv_heads": 2, "checkpointing": "full", "steps": 3},
-        {"world_size": 2, "tp_size": 2, "checkpointing": "selective+mlp", "sequence_parallel": False, "steps": 3},
+        {
+            "world_size": 2,
+            "tp_size": 2,
+            "checkpointing": "selective+mlp",
+            "sequence_parallel": False,
+            "steps": 3,
+        },
         {"world_size": 2, "tp_size": 2, "steps": 4, "seq_length": 32, "seed": 1},
     ],
     "05_megatron_gpt_pretraining": [
@@ -50,7 +56,12 @@ XLA_PARAMETERS = {
     "02_bert_tensor_parallel": {"steps": 4},
     "03_gpt_neox_sequence_parallel": {"steps": 3, "batch_size": 2},
     "04_llama2_selective_checkpointing": {"steps": 4},
-    "05_megatron_gpt_pretraining": {"world_size": 2, "tp_size": 2, "steps": 6, "global_batch_size": 8},
+    "05_megatron_gpt_pretraining": {
+        "world_size": 2,
+        "tp_size": 2,
+        "steps": 6,
+        "global_batch_size": 8,
+    },
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 4, "batch_size": 1},
     "07_plan_a_real_run": {"world_size": 2, "tp_size": 1},
 }
@@ -64,7 +75,10 @@ BAD_PARAMETERS = {
         ({"backend": "tpu"}, ["'tpu'", "cpu"]),
     ],
     "01_developer_guide": [
-        ({"preset": "full", "world_size": 32, "tp_size": 8}, ["10,759,235,456", "bytes", 32, "Collectives of a step"]),
+        (
+            {"preset": "full", "world_size": 32, "tp_size": 8},
+            ["10,759,235,456", "bytes", 32, "Collectives of a step"],
+        ),
         ({"tp_size": 3}, [4, 3]),
         ({"world_size": 8, "tp_size": 8}, ["heads", 4, 8]),
         ({"preset": "huge"}, ["'huge'", "tiny"]),
@@ -111,7 +125,10 @@ BAD_PARAMETERS = {
         ({"steps": 1}, ["steps", 1, 2]),
     ],
     "07_plan_a_real_run": [
-        ({"preset": "full", "world_size": 32, "tp_size": 8}, ["bytes", 32, "842,534,912 of", "Collectives of a step"]),
+        (
+            {"preset": "full", "world_size": 32, "tp_size": 8},
+            ["bytes", 32, "842,534,912 of", "Collectives of a step"],
+        ),
         ({"tp_size": 3}, [4, 3]),
         ({"seq_length": 33}, [33, 2]),
         ({"model": "gpt-5"}, ["'gpt-5'", "llama2-7b"]),
@@ -135,7 +152,10 @@ QUICK = {
 MISTAKES = {
     "00_meet_the_mesh": [
         {
-            "group": ("group_of_rank_5 = [4, 5, 6, 7]", "shape (4,) instead of (2,), because that is its tensor-parallel"),
+            "group": (
+                "group_of_rank_5 = [4, 5, 6, 7]",
+                "shape (4,) instead of (2,), because that is its tensor-parallel",
+            ),
             "reduce_scatter": (
                 '%%px\nanswer = comm.all_reduce("sum", torch.arange(2 * world_size) + rank, everyone)',
                 "shape (8,) instead of (2,) on rank 0, because it is the whole sum",
@@ -178,7 +198,10 @@ MISTAKES = {
     "02_bert_tensor_parallel": [
         {
             "heads": ("sizes = [1, 2, 4, 8, 16, 32]", "because 32 ranks cannot share 16 heads"),
-            "batches": ("sequences, micro_batches = 131072, 256", "because ranks that share a model see the same"),
+            "batches": (
+                "sequences, micro_batches = 131072, 256",
+                "because ranks that share a model see the same",
+            ),
         },
         {
             "heads": ("sizes = [1, 2, 4, 8, 12]", "off by 4"),
@@ -187,7 +210,10 @@ MISTAKES = {
     ],
     "03_gpt_neox_sequence_parallel": [
         {
-            "layer": ("mebibytes = 2048 * 6144 * (6 + 24 / 32) / 2**20", "because that is without sequence parallel"),
+            "layer": (
+                "mebibytes = 2048 * 6144 * (6 + 24 / 32) / 2**20",
+                "because that is without sequence parallel",
+            ),
             "state": ("gigabytes = 20.55 * 12 / 32", "because that is without ZeRO-1"),
         },
         {

@@ -15,7 +15,9 @@ from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distribu
 from tutorial_lib.training.loop import train
 
 
-def train_alone(model, loss_of, micro_batch, micro_batches: int, steps: int, lr: float, max_norm: float):
+def train_alone(
+    model, loss_of, micro_batch, micro_batches: int, steps: int, lr: float, max_norm: float
+):
     """Training by hand: torch's AdamW, and one batch that holds all micro-batches of a step.
 
     Returns:
@@ -42,12 +44,25 @@ def train_together(
     """The same over the ranks of the mesh, with the library's loop and optimizer; the same results, on every rank."""
     nxd_config = neuronx_distributed_config(
         tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
-        optimizer_config={"zero_one_enabled": zero, "grad_clipping": True, "max_grad_norm": max_norm},
-        mixed_precision_config={"use_master_weights": False, "use_fp32_grad_acc": False, "use_master_weights_in_ckpt": False},
+        optimizer_config={
+            "zero_one_enabled": zero,
+            "grad_clipping": True,
+            "max_grad_norm": max_norm,
+        },
+        mixed_precision_config={
+            "use_master_weights": False,
+            "use_fp32_grad_acc": False,
+            "use_master_weights_in_ckpt": False,
+        },
         sequence_parallel=sequence_parallel,
     )
-    optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01)
-    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01
+    )
+    dp_rank, dp_size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_size(),
+    )
     device = next(model.parameters()).device
     mine = [
         {name: tensor.to(device) for name, tensor in micro_batch(index).items()}
@@ -57,19 +72,34 @@ def train_together(
     first, original = {}, optimizer.step
 
     def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
-        grad = comm.all_reduce("sum", parameter.grad, parallel_state.get_data_parallel_group()) / dp_size
-        return comm.all_reduce("sum", grad) if getattr(parameter, "sequence_parallel_enabled", False) else grad
+        grad = (
+            comm.all_reduce("sum", parameter.grad, parallel_state.get_data_parallel_group())
+            / dp_size
+        )
+        return (
+            comm.all_reduce("sum", grad)
+            if getattr(parameter, "sequence_parallel_enabled", False)
+            else grad
+        )
 
     def step():
         if not first:
-            first.update(full_tensors(model, {name: whole_gradient(p) for name, p in model.named_parameters()}))
+            first.update(
+                full_tensors(
+                    model, {name: whole_gradient(p) for name, p in model.named_parameters()}
+                )
+            )
         return original()
 
     optimizer.step = step
-    done = train(model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation)
+    done = train(
+        model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation
+    )
     final = full_tensors(model)
     mark_step()
-    on_host = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (first, final)]
+    on_host = [
+        {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (first, final)
+    ]
     return [s.loss for s in done], [s.grad_norm for s in done], *on_host
 
 

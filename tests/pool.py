@@ -21,9 +21,18 @@ needs_xla = pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"
 )
 GRACE = 3.0  # seconds that ranks get to end after one of them has failed
-START = 240.0  # seconds that they get to import torch and meet, on a machine that does other things too
+START = (
+    240.0  # seconds that they get to import torch and meet, on a machine that does other things too
+)
 # Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which start threads.
-PRELOAD = ["torch", "h5py", "pytest", "torch._dynamo", "tutorial_lib.parallel_layers.parallel_state", "transformers.modeling_utils"] + [
+PRELOAD = [
+    "torch",
+    "h5py",
+    "pytest",
+    "torch._dynamo",
+    "tutorial_lib.parallel_layers.parallel_state",
+    "transformers.modeling_utils",
+] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt_neox", "llama", "gpt2")
 ]
 
@@ -36,7 +45,15 @@ class RankPool:
         self._workers: list[tuple[multiprocessing.Process, Connection]] = []
         atexit.register(self.stop)
 
-    def run(self, function, *args, tp: int | None = 1, timeout: float = 60, return_exceptions: bool = False, **kwargs):
+    def run(
+        self,
+        function,
+        *args,
+        tp: int | None = 1,
+        timeout: float = 60,
+        return_exceptions: bool = False,
+        **kwargs,
+    ):
         """Calls `function(*args, **kwargs)` on every rank.
 
         Args:
@@ -60,9 +77,13 @@ class RankPool:
                 silent = sorted(waiting.values())
                 self.stop()
                 if failed is None:
-                    raise TimeoutError(f"ranks {silent} of {self.world_size} did not finish {function} in {timeout} s")
+                    raise TimeoutError(
+                        f"ranks {silent} of {self.world_size} did not finish {function} in {timeout} s"
+                    )
                 for rank in silent:
-                    results[rank] = TimeoutError(f"rank {rank} did not end {GRACE} s after rank {failed} had failed")
+                    results[rank] = TimeoutError(
+                        f"rank {rank} did not end {GRACE} s after rank {failed} had failed"
+                    )
                 break
             for connection in ready:
                 rank = waiting.pop(connection)
@@ -88,7 +109,9 @@ class RankPool:
             mine, theirs = context.Pipe()
             environment = rank_environment(self.backend, rank, self.world_size, master_port=0)
             # Not daemonic, as a task may start data-loader workers; `stop` runs at exit before they would be joined.
-            process = context.Process(target=_serve, args=(theirs, self.backend, store, environment), daemon=False)
+            process = context.Process(
+                target=_serve, args=(theirs, self.backend, store, environment), daemon=False
+            )
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -96,7 +119,9 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._workers):
             try:
                 if not connection.poll(max(deadline - time.monotonic(), 0)):
-                    raise TimeoutError(f"rank {rank} of {self.world_size} did not start in {START} s")
+                    raise TimeoutError(
+                        f"rank {rank} of {self.world_size} did not start in {START} s"
+                    )
                 connection.recv_bytes()  # that it is ready
             except (TimeoutError, EOFError):
                 self.stop()
@@ -115,7 +140,9 @@ class RankPool:
 def _serve(connection: Connection, backend: str, store: str, environment: dict[str, str]) -> None:
     """Runs what arrives on `connection`, in a world that stays up from one task to the next."""
     os.environ.update(environment)  # before torch-xla is imported
-    multiprocessing.set_start_method(None, force=True)  # loader workers start as in any process: not from a forkserver
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # loader workers start as in any process: not from a forkserver
     from datetime import timedelta
 
     import torch
@@ -126,7 +153,11 @@ def _serve(connection: Connection, backend: str, store: str, environment: dict[s
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
     )
     if backend == "xla":
         from tutorial_lib import xla_cpu

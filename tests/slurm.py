@@ -11,7 +11,17 @@ from pathlib import Path
 
 import psutil
 
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
+DAEMONS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "squeue",
+)
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])  # where Debian has the daemons
 NODES = ("n1", "n2")
 CONF = """
@@ -75,15 +85,27 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         control, *nodes = _free_ports(3)
         (self.folder / "state").mkdir()
-        settings = dict(zip(NODES, nodes), control=control, user=getpass.getuser(), folder=self.folder)
+        settings = dict(
+            zip(NODES, nodes), control=control, user=getpass.getuser(), folder=self.folder
+        )
         (self.folder / "slurm.conf").write_text(CONF.format(**settings))
         (self.folder / "key").write_bytes(os.urandom(1024))
         (self.folder / "key").chmod(0o600)
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
         self._daemons: dict[str, subprocess.Popen] = {}
         try:
-            munge = [f"--{what}={self.folder}/munge.{what}" for what in ("socket", "pid-file", "log-file", "seed-file")]
-            self._start("munged", "munged", "--foreground", "--force", f"--key-file={self.folder}/key", *munge)
+            munge = [
+                f"--{what}={self.folder}/munge.{what}"
+                for what in ("socket", "pid-file", "log-file", "seed-file")
+            ]
+            self._start(
+                "munged",
+                "munged",
+                "--foreground",
+                "--force",
+                f"--key-file={self.folder}/key",
+                *munge,
+            )
             self._wait(lambda: (self.folder / "munge.socket").exists(), "munged's socket")
             self._start("slurmctld", "slurmctld", "-D")
             for node in NODES:
@@ -106,19 +128,28 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                command, env=os.environ | self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                command,
+                env=os.environ | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
 
     def _wait(self, condition, what: str, seconds: float = 20) -> None:
         try:
             wait_for(condition, seconds, what)
         except TimeoutError as error:
-            logs = [f"{p.name}: {p.read_text(errors='replace')[-500:]}" for p in self.folder.glob("*.out")]
+            logs = [
+                f"{p.name}: {p.read_text(errors='replace')[-500:]}"
+                for p in self.folder.glob("*.out")
+            ]
             raise TimeoutError("\n".join([str(error), *logs])) from None
 
     def command(self, *words: str) -> str:
         """What a command of SLURM prints."""
-        result = subprocess.run(words, env=os.environ | self.environment, capture_output=True, text=True, timeout=30)
+        result = subprocess.run(
+            words, env=os.environ | self.environment, capture_output=True, text=True, timeout=30
+        )
         return result.stdout
 
     def jobs(self) -> list[str]:
@@ -130,7 +161,9 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
         def is_idle() -> bool:
-            state = self.command("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T").strip()
+            state = self.command(
+                "sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T"
+            ).strip()
             if state.startswith(("drain", "down")) and not state.endswith("*"):
                 self.command("scontrol", "update", f"nodename={node}", "state=resume")
             return state == "idle"
@@ -148,7 +181,10 @@ class Cluster:
                         victims.append(process.parent())
             except psutil.Error:
                 continue
-        for blow in (psutil.Process.suspend, psutil.Process.kill):  # else a nanny could still report its engine's end
+        for blow in (
+            psutil.Process.suspend,
+            psutil.Process.kill,
+        ):  # else a nanny could still report its engine's end
             for process in victims:
                 try:
                     blow(process)

@@ -41,7 +41,15 @@ def micro_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 
     for row in range(batch):
         positions = torch.randperm(length // 2, generator=generator)[: 1 + (index + row) % 4]
         labels[row, positions] = ids[row, positions]
-    return model_inputs([ids, (torch.arange(length) >= length // 2).long().expand_as(ids), mask, labels, torch.arange(batch) % 2])
+    return model_inputs(
+        [
+            ids,
+            (torch.arange(length) >= length // 2).long().expand_as(ids),
+            mask,
+            labels,
+            torch.arange(batch) % 2,
+        ]
+    )
 
 
 def initial_weights(choice):
@@ -65,7 +73,12 @@ def test_initial_weights_are_hugging_faces_bit_for_bit(ranks, tp, choice):
 
 def reference(**recipe):
     torch.manual_seed(0)
-    return train_alone(hugging_face_reference(HuggingFaceBert, config()).double(), lambda m, b: m(**b).loss, micro_batch, **recipe)
+    return train_alone(
+        hugging_face_reference(HuggingFaceBert, config()).double(),
+        lambda m, b: m(**b).loss,
+        micro_batch,
+        **recipe,
+    )
 
 
 def trained(choice, **recipe):
@@ -78,7 +91,9 @@ def trained(choice, **recipe):
 def test_training_equals_one_process(ranks, tp, dp, accumulation, choice, zero):
     recipe = dict(steps=3, lr=1e-2, max_norm=0.5)
     expected = reference(micro_batches=dp * accumulation, **recipe)
-    for found in ranks(trained, choice, zero=zero, accumulation=accumulation, world_size=tp * dp, tp=tp, **recipe):
+    for found in ranks(
+        trained, choice, zero=zero, accumulation=accumulation, world_size=tp * dp, tp=tp, **recipe
+    ):
         assert_same(found, expected)
 
 
@@ -97,14 +112,19 @@ def test_a_vocabulary_that_does_not_divide_changes_nothing(ranks):
     for found_losses, found in ranks(odd_vocabulary, 3, world_size=4, tp=4):
         assert found_losses == pytest.approx(losses, abs=1e-10)
         for name, value in found.items():
-            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, weights[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert found["cls.predictions.bias"].shape == (97,)
 
 
 def gradients(model):
     loss = model.double()(**micro_batch(0)).loss
     loss.backward()
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     return loss.item(), found
 
 
@@ -118,11 +138,15 @@ def untied(choice):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_head_of_its_own_equals_hugging_faces(ranks, choice):
     torch.manual_seed(3)
-    loss, expected = gradients(hugging_face_reference(HuggingFaceBert, config(tie_word_embeddings=False)))
+    loss, expected = gradients(
+        hugging_face_reference(HuggingFaceBert, config(tie_word_embeddings=False))
+    )
     for found_loss, found in ranks(untied, choice, world_size=2, tp=2):
         assert found_loss == pytest.approx(loss, abs=1e-10) and found.keys() == expected.keys()
         for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def loss_in_bfloat16(choice, tokens):
@@ -144,7 +168,9 @@ def test_parameters_in_closed_form(ranks, preset, choice, tied):
     for tp in (1, 4):
         cfg = make_config(preset, tp, choice[0], tie_word_embeddings=tied)
         expected = parameter_count(cfg, tp, *choice)
-        assert ranks(build, BertForPreTraining, cfg, *choice, world_size=tp, tp=tp) == [expected] * tp
+        assert (
+            ranks(build, BertForPreTraining, cfg, *choice, world_size=tp, tp=tp) == [expected] * tp
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +182,9 @@ def test_parameters_in_closed_form(ranks, preset, choice, tied):
     ],
 )
 def test_what_does_not_fit_is_named_on_every_rank(ranks, changes, choice, numbers):
-    assert_refused(ranks, numbers, build, BertForPreTraining, config(**changes), *choice, world_size=4, tp=4)
+    assert_refused(
+        ranks, numbers, build, BertForPreTraining, config(**changes), *choice, world_size=4, tp=4
+    )
 
 
 def next_sentences(labels):

@@ -177,7 +177,9 @@ def bad_arguments(folder):
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     model = Standin()
     return [
-        attempt(checkpointing.save, {}, None if first else folder),  # on one rank: the other does not wait
+        attempt(
+            checkpointing.save, {}, None if first else folder
+        ),  # on one rank: the other does not wait
         attempt(checkpointing.load, 5 if first else folder, model),
         attempt(checkpointing.load, folder, 5),
         attempt(checkpointing.load, folder, model, model_key=["model"] if first else "model"),

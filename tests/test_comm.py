@@ -9,7 +9,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def values():
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_size(),
+    )
     results = {}
     for dtype in DTYPES:
         x = (torch.arange(2 * 3 * size).reshape(2, 3 * size) + 10 * rank).to(dtype)
@@ -20,7 +23,9 @@ def values():
             results[dtype, "gather", dim] = comm.all_gather(x, dim)
         results[dtype, "scatter"] = comm.reduce_scatter("sum", x, scatter_dim=1)
         results[dtype, "scatter0"] = comm.reduce_scatter("sum", x.t(), scatter_dim=0)
-        results[dtype, "scaled"] = comm.reduce_scatter("sum", x, 0.5, -1) if dtype.is_floating_point else None
+        results[dtype, "scaled"] = (
+            comm.reduce_scatter("sum", x, 0.5, -1) if dtype.is_floating_point else None
+        )
         results[dtype, "broadcast"] = comm.broadcast(x, size - 1)
         assert torch.equal(x, before), "a collective modified its input"
         assert all(r is None or r.dtype == dtype for k, r in results.items() if k[0] == dtype)
@@ -31,7 +36,9 @@ def values():
 def test_values_against_the_formula(ranks, size):
     found = ranks(values, world_size=size, tp=size)
     for dtype in DTYPES:
-        inputs = [(torch.arange(6 * size).reshape(2, 3 * size) + 10 * r).to(dtype) for r in range(size)]
+        inputs = [
+            (torch.arange(6 * size).reshape(2, 3 * size) + 10 * r).to(dtype) for r in range(size)
+        ]
         stack = torch.stack(inputs).to(torch.float64)
         for rank, result in enumerate(found):
             assert torch.equal(result[dtype, "sum"].double(), stack.sum(0))
@@ -77,14 +84,20 @@ PAIRS = {
     "scatter": lambda x: mappings.scatter_to_tensor_model_parallel_region(x),
     "gather": lambda x: mappings.gather_from_tensor_model_parallel_region(x),
     "gather_dim": lambda x: mappings.gather_from_tensor_model_parallel_region_with_dim(x, 1),
-    "reduce_scatter_dim": lambda x: mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(x, 1),
+    "reduce_scatter_dim": lambda x: (
+        mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(x, 1)
+    ),
     "channels": lambda x: mappings.scatter_input_channels_to_tensor_model_parallel_region(x),
     "sp_scatter": lambda x: mappings.scatter_to_sequence_parallel_region(x),
     "sp_scatter_1": lambda x: mappings.scatter_to_sequence_parallel_region(x, 1),
     "sp_gather": lambda x: mappings.gather_from_sequence_parallel_region(x),
-    "sp_gather_replicated": lambda x: mappings.gather_from_sequence_parallel_region(x, 1, to_model_parallel=False),
+    "sp_gather_replicated": lambda x: mappings.gather_from_sequence_parallel_region(
+        x, 1, to_model_parallel=False
+    ),
     "sp_reduce_scatter": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(x),
-    "sp_reduce_scatter_f64": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(x, 1, dtype=torch.float64),
+    "sp_reduce_scatter_f64": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(
+        x, 1, dtype=torch.float64
+    ),
 }
 
 
@@ -98,7 +111,9 @@ def forward_and_backward(name):
         seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(10 + rank))
         kept = seed.clone()
         y.backward(seed)
-    assert torch.equal(x, before) and torch.equal(seed, kept), "the mapping modified its input or gradient"
+    assert torch.equal(x, before) and torch.equal(seed, kept), (
+        "the mapping modified its input or gradient"
+    )
     return before, y.detach(), kept, x.grad, dict(forward), dict(comm.count(log) - forward)
 
 
@@ -108,14 +123,26 @@ FORWARD = {  # name: (what the pair gives forward, what backward) from the list 
     "scatter": (lambda xs, r: xs[r].chunk(len(xs), -1)[r], lambda gs, r: torch.cat(gs, -1)),
     "gather": (lambda xs, r: torch.cat(xs, -1), lambda gs, r: gs[r].chunk(len(gs), -1)[r]),
     "gather_dim": (lambda xs, r: torch.cat(xs, 1), lambda gs, r: gs[r].chunk(len(gs), 1)[r]),
-    "reduce_scatter_dim": (lambda xs, r: sum(xs).chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+    "reduce_scatter_dim": (
+        lambda xs, r: sum(xs).chunk(len(xs), 1)[r],
+        lambda gs, r: torch.cat(gs, 1),
+    ),
     "channels": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
     "sp_scatter": (lambda xs, r: xs[r].chunk(len(xs), 0)[r], lambda gs, r: torch.cat(gs, 0)),
     "sp_scatter_1": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
     "sp_gather": (lambda xs, r: torch.cat(xs, 0), lambda gs, r: sum(gs).chunk(len(gs), 0)[r]),
-    "sp_gather_replicated": (lambda xs, r: torch.cat(xs, 1), lambda gs, r: gs[r].chunk(len(gs), 1)[r]),
-    "sp_reduce_scatter": (lambda xs, r: sum(xs).chunk(len(xs), 0)[r], lambda gs, r: torch.cat(gs, 0)),
-    "sp_reduce_scatter_f64": (lambda xs, r: sum(xs).chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
+    "sp_gather_replicated": (
+        lambda xs, r: torch.cat(xs, 1),
+        lambda gs, r: gs[r].chunk(len(gs), 1)[r],
+    ),
+    "sp_reduce_scatter": (
+        lambda xs, r: sum(xs).chunk(len(xs), 0)[r],
+        lambda gs, r: torch.cat(gs, 0),
+    ),
+    "sp_reduce_scatter_f64": (
+        lambda xs, r: sum(xs).chunk(len(xs), 1)[r],
+        lambda gs, r: torch.cat(gs, 1),
+    ),
 }
 
 
@@ -132,7 +159,10 @@ def test_pairs_forward_and_backward(ranks, name, size):
 
 def second_derivatives(name, x):
     """Of Σ w x³, where each rank holds what `name` says of w and x: gradient, and gradient of its square."""
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_size(),
+    )
     weights = torch.arange(1.0, len(x) + 1)
     mine, own = x.chunk(size)[rank].clone().requires_grad_(), weights.chunk(size)[rank]
     x = x.clone().requires_grad_()
@@ -182,7 +212,10 @@ def test_a_sequence_that_does_not_divide_is_named_on_all_ranks(ranks, function):
 
 
 def dimensions_that_are_not_there():
-    for call in (lambda: comm.all_gather(torch.ones(4, 2), 2), lambda: comm.reduce_scatter("sum", torch.ones(4, 2), 1.0, -3)):
+    for call in (
+        lambda: comm.all_gather(torch.ones(4, 2), 2),
+        lambda: comm.reduce_scatter("sum", torch.ones(4, 2), 1.0, -3),
+    ):
         with pytest.raises(ValueError, match=r"shape \(4, 2\) has no dimension (2|-3)"):
             call()
 
@@ -193,14 +226,21 @@ def test_a_dimension_that_is_not_there_is_named(ranks, size):
 
 
 def fail_on_rank_one():
-    error = ValueError("no such file: x.hdf5") if parallel_state.get_tensor_model_parallel_rank() == 1 else None
+    error = (
+        ValueError("no such file: x.hdf5")
+        if parallel_state.get_tensor_model_parallel_rank() == 1
+        else None
+    )
     comm.raise_on_all(error)
 
 
 def test_an_error_of_one_rank_reaches_all(ranks):
     errors = ranks(fail_on_rank_one, world_size=2, tp=2, return_exceptions=True)
     assert [type(e) for e in errors] == [ValueError, ValueError]
-    assert str(errors[0]) == "rank 1: no such file: x.hdf5" and str(errors[1]) == "no such file: x.hdf5"
+    assert (
+        str(errors[0]) == "rank 1: no such file: x.hdf5"
+        and str(errors[1]) == "no such file: x.hdf5"
+    )
 
 
 def undecodable_on_rank_one():

@@ -52,7 +52,11 @@ def right_padded(index: int) -> dict:
 def left_padded(index: int) -> dict:
     batch = right_padded(index)
     mask = batch["attention_mask"].flip(1)
-    return {**batch, "labels": torch.where(mask.bool(), batch["input_ids"], -100), "attention_mask": mask}
+    return {
+        **batch,
+        "labels": torch.where(mask.bool(), batch["input_ids"], -100),
+        "attention_mask": mask,
+    }
 
 
 BATCHES = {"whole": next_token_batch, "left": left_padded, "right": right_padded}
@@ -71,7 +75,17 @@ def trained(changes: dict, sequence_parallel: bool, batches: str = "whole", **re
     return result
 
 
-def compare(ranks, tp, dp, accumulation, zero, sequence_parallel, changes=None, batches="whole", recipe=RECIPE):
+def compare(
+    ranks,
+    tp,
+    dp,
+    accumulation,
+    zero,
+    sequence_parallel,
+    changes=None,
+    batches="whole",
+    recipe=RECIPE,
+):
     changes = changes or {}
     expected = reference(changes, batches, micro_batches=dp * accumulation, **recipe)
     for found in ranks(
@@ -81,7 +95,13 @@ def compare(ranks, tp, dp, accumulation, zero, sequence_parallel, changes=None, 
         assert_same(found, expected)
 
 
-QUICK = [(1, 2, 1, True, False), (2, 1, 4, False, True), (2, 2, 1, True, True), (4, 1, 1, False, True), (2, 2, 1, False, False)]
+QUICK = [
+    (1, 2, 1, True, False),
+    (2, 1, 4, False, True),
+    (2, 2, 1, True, True),
+    (4, 1, 1, False, True),
+    (2, 2, 1, False, False),
+]
 
 
 @pytest.mark.parametrize("tp, dp, accumulation, zero, sequence_parallel", QUICK)
@@ -95,7 +115,9 @@ def test_training_equals_one_process(ranks, tp, dp, accumulation, zero, sequence
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_training_equals_one_process_everywhere(ranks, tp, dp, accumulation, zero, sequence_parallel):
+def test_training_equals_one_process_everywhere(
+    ranks, tp, dp, accumulation, zero, sequence_parallel
+):
     compare(ranks, tp, dp, accumulation, zero, sequence_parallel)
 
 
@@ -107,12 +129,34 @@ def test_training_equals_one_process_everywhere(ranks, tp, dp, accumulation, zer
         ({}, "left"),
         ({"tie_word_embeddings": True, "vocab_size": 97}, "whole"),
         ({"vocab_size": 97, "use_parallel_residual": False, "rotary_pct": 1.0}, "whole"),
-        ({"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "whole"),
+        (
+            {
+                "attention_bias": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            "whole",
+        ),
     ],
-    ids=["padded right", "padded left", "tied, odd vocabulary", "serial, full rotary", "no bias, another base"],
+    ids=[
+        "padded right",
+        "padded left",
+        "tied, odd vocabulary",
+        "serial, full rotary",
+        "no bias, another base",
+    ],
 )
 def test_every_variant_equals_one_process(ranks, sequence_parallel, changes, batches):
-    compare(ranks, 2, 1, 1, False, sequence_parallel, changes, batches, dict(steps=3, lr=1e-2, max_norm=0.5))
+    compare(
+        ranks,
+        2,
+        1,
+        1,
+        False,
+        sequence_parallel,
+        changes,
+        batches,
+        dict(steps=3, lr=1e-2, max_norm=0.5),
+    )
 
 
 def padded_logits(changes, sequence_parallel):
@@ -145,7 +189,9 @@ def moved_weights(changes, full, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "vocab_size": 97}], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True, "vocab_size": 97}], ids=["untied", "tied"]
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, changes, sequence_parallel):
     torch.manual_seed(7)
@@ -154,7 +200,9 @@ def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, changes, sequen
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
         expected = model(next_token_batch(0, length=32)["input_ids"]).logits
-    full = {name.replace("lm_head", "embed_out"): tensor for name, tensor in model.state_dict().items()}
+    full = {
+        name.replace("lm_head", "embed_out"): tensor for name, tensor in model.state_dict().items()
+    }
     full["gpt_neox.layers.0.attention.bias"] = torch.ones(1)  # as published checkpoints have it
     found = ranks(moved_weights, changes, full, sequence_parallel, world_size=tp, tp=tp)
     for weights, _ in found:
@@ -179,18 +227,22 @@ def test_weights_of_another_model_are_refused(ranks):
 
 
 def fused_rows():
-    attention = ParallelAttention(config(hidden_size=4, num_attention_heads=2, attn_implementation="sdpa"), 0, False)
+    attention = ParallelAttention(
+        config(hidden_size=4, num_attention_heads=2, attn_implementation="sdpa"), 0, False
+    )
     labels = torch.arange(12.0)
     attention.query_key_value.draw_("bias", lambda full: full.copy_(labels))
     return attention.query_key_value.bias.reshape(-1, 3, 2).unbind(1)
 
 
 def test_a_rank_gets_whole_heads(ranks):
-    (query, key, value), = ranks(fused_rows, world_size=1, tp=1)
+    ((query, key, value),) = ranks(fused_rows, world_size=1, tp=1)
     assert query.flatten().tolist() == [0, 1, 6, 7] and key.flatten().tolist() == [2, 3, 8, 9]
     assert value.flatten().tolist() == [4, 5, 10, 11]
     for rank, parts in enumerate(ranks(fused_rows, world_size=2, tp=2)):
-        assert [part.flatten().tolist() for part in parts] == [p[rank].tolist() for p in (query, key, value)]
+        assert [part.flatten().tolist() for part in parts] == [
+            p[rank].tolist() for p in (query, key, value)
+        ]
 
 
 def test_rotary_turns_a_part_of_each_head_and_keeps_its_precision():
@@ -198,20 +250,28 @@ def test_rotary_turns_a_part_of_each_head_and_keeps_its_precision():
     model = GPTNeoXForCausalLM(cfg)
     q = torch.randn(1, 4, 8, 8)
     turned, _ = hf.apply_rotary_pos_emb(q, q, *model.gpt_neox.rotary_emb(q, torch.arange(8)[None]))
-    assert torch.equal(turned[..., 2:], q[..., 2:]) and not torch.equal(turned[..., 7, :2], q[..., 7, :2])
+    assert torch.equal(turned[..., 2:], q[..., 2:]) and not torch.equal(
+        turned[..., 7, :2], q[..., 7, :2]
+    )
     c, s = torch.tensor(7.0).cos(), torch.tensor(7.0).sin()
     x, y = q[..., 7, 0], q[..., 7, 1]
     torch.testing.assert_close(turned[..., 7, :2], torch.stack([x * c - y * s, y * c + x * s], -1))
     wide = config(hidden_size=128, num_attention_heads=4, rotary_pct=1.0)
     exact, _ = GPTNeoXForCausalLM(wide).gpt_neox.rotary_emb(q, torch.arange(2048)[None])
-    rough, _ = GPTNeoXForCausalLM(wide).bfloat16().gpt_neox.rotary_emb(q.bfloat16(), torch.arange(2048)[None])
+    rough, _ = (
+        GPTNeoXForCausalLM(wide)
+        .bfloat16()
+        .gpt_neox.rotary_emb(q.bfloat16(), torch.arange(2048)[None])
+    )
     assert rough.dtype is torch.bfloat16 and (rough.float() - exact).abs().max() < 0.01
 
 
 def forgetful(remember: bool):
     model = GPTNeoXForCausalLM(config(), sequence_parallel_enabled=True)
     nxd_config = neuronx_distributed_config(tensor_parallel_size=2, sequence_parallel=remember)
-    optimizer = initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-2
+    )
     train(model, optimizer, iter([next_token_batch(index) for index in range(3)]), steps=3)
     return find_drift(model)
 
@@ -230,8 +290,12 @@ def bf16_curve(dtype, sequence_parallel):
         optimizer_config={"zero_one_enabled": True},
         sequence_parallel=sequence_parallel,
     )
-    optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=3e-3)
-    done = train(model, optimizer, iter([next_token_batch(index % 2) for index in range(30)]), steps=30)
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=3e-3
+    )
+    done = train(
+        model, optimizer, iter([next_token_batch(index % 2) for index in range(30)]), steps=30
+    )
     assert all(p.dtype is dtype for p in model.parameters())
     return [step.loss for step in done]
 
@@ -247,7 +311,9 @@ def dropped(sequence_parallel):
     model_parallel_xla_manual_seed(5)
     model = GPTNeoXForCausalLM(config(hidden_dropout=0.5), sequence_parallel)
     seen = []
-    model.gpt_neox.layers[0].post_mlp_dropout.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
+    model.gpt_neox.layers[0].post_mlp_dropout.register_forward_hook(
+        lambda m, i, o: seen.append(o.detach())
+    )
     loss = model.train()(**next_token_batch(0)).loss
     return seen[0] == 0, loss.detach()
 
@@ -260,7 +326,9 @@ def test_each_chunk_drops_out_by_itself(ranks):
 
 
 def odd_length(sequence_parallel):
-    return GPTNeoXForCausalLM(config(), sequence_parallel)(**next_token_batch(0, length=5)).loss.item()
+    return GPTNeoXForCausalLM(config(), sequence_parallel)(
+        **next_token_batch(0, length=5)
+    ).loss.item()
 
 
 def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
@@ -269,7 +337,9 @@ def test_a_length_that_does_not_divide_is_named_on_every_rank(ranks):
 
 
 def sequence_parallel_with(**given):
-    GPTNeoXForCausalLM(config(), sequence_parallel_enabled=True)(next_token_batch(0)["input_ids"], **given)
+    GPTNeoXForCausalLM(config(), sequence_parallel_enabled=True)(
+        next_token_batch(0)["input_ids"], **given
+    )
 
 
 @pytest.mark.parametrize("name", ["use_cache", "output_hidden_states"])
@@ -280,18 +350,26 @@ def test_what_sequence_parallel_does_not_take_is_named(ranks, name):
 
 @pytest.mark.parametrize(
     "changes, numbers",
-    [({"num_attention_heads": 2}, "2 is not divisible by 4"), ({"intermediate_size": 66}, "66 is not divisible by 4")],
+    [
+        ({"num_attention_heads": 2}, "2 is not divisible by 4"),
+        ({"intermediate_size": 66}, "66 is not divisible by 4"),
+    ],
 )
 def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, numbers):
     assert_refused(ranks, numbers, build, GPTNeoXForCausalLM, config(**changes), world_size=4, tp=4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "vocab_size": 8191}, {"attention_bias": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True, "vocab_size": 8191}, {"attention_bias": False}]
+)
 @pytest.mark.parametrize("preset", ["tiny", "full"])
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
         cfg = make_config(preset, tp, **changes)
-        assert ranks(build, GPTNeoXForCausalLM, cfg, world_size=tp, tp=tp) == [parameter_count(cfg, tp)] * tp
+        assert (
+            ranks(build, GPTNeoXForCausalLM, cfg, world_size=tp, tp=tp)
+            == [parameter_count(cfg, tp)] * tp
+        )
 
 
 def saved_by_a_layer(preset, dtype, sequence_parallel, batch=2, length=128):
@@ -303,24 +381,36 @@ def saved_by_a_layer(preset, dtype, sequence_parallel, batch=2, length=128):
     angles = model.gpt_neox.rotary_emb(hidden, torch.arange(length)[None])
     with SavedActivations(model, angles) as saved:
         model.gpt_neox.layers[0](hidden, position_embeddings=angles)
-    return saved.nbytes, layer_activation_bytes(cfg, batch, length, tp_size, sequence_parallel, dtype.itemsize)
+    return saved.nbytes, layer_activation_bytes(
+        cfg, batch, length, tp_size, sequence_parallel, dtype.itemsize
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_activations_in_closed_form(ranks, dtype, sequence_parallel):
-    for measured, expected in ranks(saved_by_a_layer, "small", dtype, sequence_parallel, world_size=4, tp=4):
+    for measured, expected in ranks(
+        saved_by_a_layer, "small", dtype, sequence_parallel, world_size=4, tp=4
+    ):
         assert measured == pytest.approx(expected, rel=0.02)
 
 
 def state_bytes(zero):
     model = GPTNeoXForCausalLM(make_config("tiny"))
-    nxd_config = neuronx_distributed_config(tensor_parallel_size=2, optimizer_config={"zero_one_enabled": zero})
-    optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3)
+    nxd_config = neuronx_distributed_config(
+        tensor_parallel_size=2, optimizer_config={"zero_one_enabled": zero}
+    )
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3
+    )
     train(model, optimizer, iter([next_token_batch(0)]), steps=1)
     return optimizer_bytes(optimizer) / parameter_count(model.config, 2)
 
 
 def test_bytes_of_the_optimizer(ranks):
-    assert ranks(state_bytes, False, world_size=4, tp=2) == pytest.approx([8] * 4, rel=0.01)  # two moments
-    assert ranks(state_bytes, True, world_size=4, tp=2) == pytest.approx([12 / 2] * 4, rel=0.01)  # and the weight
+    assert ranks(state_bytes, False, world_size=4, tp=2) == pytest.approx(
+        [8] * 4, rel=0.01
+    )  # two moments
+    assert ranks(state_bytes, True, world_size=4, tp=2) == pytest.approx(
+        [12 / 2] * 4, rel=0.01
+    )  # and the weight

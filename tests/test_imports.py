@@ -9,7 +9,11 @@ import pytest
 import tutorial_lib
 from tests.pool import PRELOAD
 
-NAMES = [m.name for m in pkgutil.walk_packages(tutorial_lib.__path__, "tutorial_lib.") if not m.name.endswith("__main__")]
+NAMES = [
+    m.name
+    for m in pkgutil.walk_packages(tutorial_lib.__path__, "tutorial_lib.")
+    if not m.name.endswith("__main__")
+]
 
 # One process imports what is large, and each module is imported in a fork of it: a fraction of a second instead of three.
 PROGRAM = """

@@ -598,6 +598,7 @@ def test_skipped_bias_master_weight_slices_partial_sums_and_kept_padding(ranks):
 # --- errors ---------------------------------------------------------------------------------------
 # ------------------
 
+
 def row_at(sequence_dimension):
     """Without a bias, whose size would not fit what is wrongly cut."""
     return RowParallelLinear(
@@ -634,12 +635,15 @@ BAD = {
         lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(1, 5).long()),
         ("5", "2"),
     ),
-    "sequence where the features are": (lambda: row_at(-1)(torch.ones(4, 1, 2)), ("-1", "(4, 1, 2)")),
+    "sequence where the features are": (
+        lambda: row_at(-1)(torch.ones(4, 1, 2)),
+        ("-1", "(4, 1, 2)"),
+    ),
     "no sequence before the features": (lambda: row_at(1)(torch.ones(4, 2)), ("1", "(4, 2)")),
     "no sequence among ids": (
-        lambda: ParallelEmbedding(
-            4, 4, sequence_parallel_enabled=True, sequence_dimension=1
-        )(torch.ones(4).long()),
+        lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True, sequence_dimension=1)(
+            torch.ones(4).long()
+        ),
         ("[B, S]", "(4,)"),
     ),
     "ordering": (lambda: ColumnParallelLinear(4, 4, rank_ordering=[0, 2]), ("0, 2", "2")),

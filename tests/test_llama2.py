@@ -54,7 +54,10 @@ def reference(changes: dict, batches: str, **recipe):
     for module in model.modules():  # Hugging Face's norm computes in float32, whatever comes in
         if isinstance(module, hf.LlamaRMSNorm):
             module.forward = partial(
-                F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight, eps=module.variance_epsilon
+                F.rms_norm,
+                normalized_shape=module.weight.shape,
+                weight=module.weight,
+                eps=module.variance_epsilon,
             )
     return train_alone(model, next_token_loss, BATCHES[batches], **recipe)
 
@@ -67,7 +70,18 @@ def trained(changes: dict, batches: str, sequence_parallel: bool, flash: bool, m
     return result
 
 
-def compare(ranks, tp, dp, sequence_parallel, mode, changes, batches="whole", flash=False, accumulation=1, zero=True):
+def compare(
+    ranks,
+    tp,
+    dp,
+    sequence_parallel,
+    mode,
+    changes,
+    batches="whole",
+    flash=False,
+    accumulation=1,
+    zero=True,
+):
     expected = reference(changes, batches, micro_batches=dp * accumulation, **RECIPE)
     for found in ranks(
         trained, changes, batches, sequence_parallel, flash, mode, zero=zero, accumulation=accumulation,
@@ -80,12 +94,33 @@ def compare(ranks, tp, dp, sequence_parallel, mode, changes, batches="whole", fl
     "tp, dp, sequence_parallel, mode, changes, rest",
     [
         (2, 2, True, "selective+mlp", {"num_key_value_heads": 8}, {}),
-        (2, 1, False, "none", {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 97}, {"zero": False}),
-        (4, 1, True, "full", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}, {"accumulation": 2}),
+        (
+            2,
+            1,
+            False,
+            "none",
+            {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 97},
+            {"zero": False},
+        ),
+        (
+            4,
+            1,
+            True,
+            "full",
+            {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+            {"accumulation": 2},
+        ),
         (4, 1, False, "selective", {"num_key_value_heads": 1}, {"batches": "left"}),
         (2, 1, True, "none", {"num_key_value_heads": 2}, {"flash": True}),
         (2, 1, False, "none", {"num_key_value_heads": 8}, {"flash": True, "batches": "left"}),
-        (2, 1, True, "none", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}, {}),
+        (
+            2,
+            1,
+            True,
+            "none",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
+            {},
+        ),
     ],
 )
 def test_training_equals_one_process(ranks, tp, dp, sequence_parallel, mode, changes, rest):
@@ -109,7 +144,13 @@ def initial_weights(changes, sequence_parallel):
 WEIGHTS = [
     {},
     {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
-    {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 97, "head_dim": 6, "pad_token_id": 3},
+    {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "vocab_size": 97,
+        "head_dim": 6,
+        "pad_token_id": 3,
+    },
 ]
 
 
@@ -117,7 +158,9 @@ WEIGHTS = [
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_initial_weights_are_hugging_faces_bit_for_bit(ranks, tp, changes):
     torch.manual_seed(3)
-    expected = dict(hugging_face_reference(hf.LlamaForCausalLM, config(**changes)).named_parameters())
+    expected = dict(
+        hugging_face_reference(hf.LlamaForCausalLM, config(**changes)).named_parameters()
+    )
     for found in ranks(initial_weights, changes, tp == 2, world_size=tp, tp=tp):
         assert found.keys() == expected.keys()
         for name, value in found.items():
@@ -134,7 +177,10 @@ def moved_weights(changes, full, sequence_parallel, mode):
 
 
 @pytest.mark.parametrize("changes", WEIGHTS, ids=["plain", "biases", "tied"])
-@pytest.mark.parametrize("tp, mode", [(1, "none"), (2, "full"), (4, "selective"), pytest.param(8, "none", marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    "tp, mode",
+    [(1, "none"), (2, "full"), (4, "selective"), pytest.param(8, "none", marks=pytest.mark.grid)],
+)
 def test_hugging_face_weights_come_and_go_bit_for_bit(ranks, tp, mode, changes):
     torch.manual_seed(7)
     model = hf.LlamaForCausalLM(config(**changes)).eval()
@@ -158,19 +204,26 @@ def load_wrong(full):
 def test_weights_of_another_model_are_refused(ranks):
     full = dict(hf.LlamaForCausalLM(config()).state_dict())
     del full["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"without model.layers.1.mlp.up_proj.weight, and with nothing"):
+    with pytest.raises(
+        ValueError, match=r"without model.layers.1.mlp.up_proj.weight, and with nothing"
+    ):
         ranks(load_wrong, full, world_size=2, tp=2)
     full = dict(hf.LlamaForCausalLM(config()).state_dict())
     gate, up = (full[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
     both = torch.cat([gate, up])  # the right sum of rows, cut at the wrong one
-    full["model.layers.1.mlp.gate_proj.weight"], full["model.layers.1.mlp.up_proj.weight"] = both[:60], both[60:]
+    full["model.layers.1.mlp.gate_proj.weight"], full["model.layers.1.mlp.up_proj.weight"] = (
+        both[:60],
+        both[60:],
+    )
     with pytest.raises(ValueError, match=r"gate_proj.weight: shape \(60, 32\) should have 64"):
         ranks(load_wrong, full, world_size=2, tp=2)
 
 
 def recomputed(mode, sequence_parallel, kv_heads):
     model_parallel_xla_manual_seed(5)
-    model = LlamaForCausalLM(config(attention_dropout=0.5, num_key_value_heads=kv_heads), sequence_parallel).train()
+    model = LlamaForCausalLM(
+        config(attention_dropout=0.5, num_key_value_heads=kv_heads), sequence_parallel
+    ).train()
     names = [name for name, _ in model.named_parameters()]
     checkpoint_activations(model, mode)
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
@@ -184,7 +237,11 @@ def recomputed(mode, sequence_parallel, kv_heads):
 
 
 def no_dropout(kv_heads):
-    return LlamaForCausalLM(config(num_key_value_heads=kv_heads)).train()(**next_token_batch(0)).loss.detach()
+    return (
+        LlamaForCausalLM(config(num_key_value_heads=kv_heads))
+        .train()(**next_token_batch(0))
+        .loss.detach()
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -193,7 +250,9 @@ def test_recomputing_changes_no_bit(ranks, tp, kv_heads, sequence_parallel):
     expected = ranks(recomputed, "none", sequence_parallel, kv_heads, world_size=tp, tp=tp)
     assert not torch.equal(expected[0][0][0], ranks(no_dropout, kv_heads, world_size=tp, tp=tp)[0])
     for mode in list(CHECKPOINTED)[1:]:
-        for found, right in zip(ranks(recomputed, mode, sequence_parallel, kv_heads, world_size=tp, tp=tp), expected):
+        for found, right in zip(
+            ranks(recomputed, mode, sequence_parallel, kv_heads, world_size=tp, tp=tp), expected
+        ):
             torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
@@ -218,7 +277,9 @@ def saved_per_layer(mode, sequence_parallel, changes, dtype, batch, length, flas
 def test_saved_bytes_in_closed_form(ranks, tp, sequence_parallel, batch):
     for mode in CHECKPOINTED:
         for changes in ({}, {"num_key_value_heads": 2}, {"attention_dropout": 0.1}):
-            expected = saved_bytes(make_config("tiny", tp, **changes), batch, 64, tp, sequence_parallel, mode)
+            expected = saved_bytes(
+                make_config("tiny", tp, **changes), batch, 64, tp, sequence_parallel, mode
+            )
             args = (mode, sequence_parallel, changes, torch.bfloat16, batch, 64)
             for found in ranks(saved_per_layer, *args, world_size=tp, tp=tp):
                 assert found == pytest.approx(sum(expected.values()), rel=0.02), (mode, changes)
@@ -226,20 +287,29 @@ def test_saved_bytes_in_closed_form(ranks, tp, sequence_parallel, batch):
 
 def test_flash_attention_leaves_nothing_to_recompute(ranks):
     for mode in ("none", "selective"):
-        found, = ranks(saved_per_layer, mode, False, {}, torch.bfloat16, 2, 64, True, world_size=1, tp=1)
+        (found,) = ranks(
+            saved_per_layer, mode, False, {}, torch.bfloat16, 2, 64, True, world_size=1, tp=1
+        )
         expected = sum(saved_bytes(make_config("tiny"), 2, 64, 1, False, "selective").values())
         assert expected <= found < 1.04 * expected, mode  # a number a row of the attention matrix
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_word_embeddings": True, "vocab_size": 8191}, {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}],
+    [
+        {},
+        {"tie_word_embeddings": True, "vocab_size": 8191},
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    ],
 )
 @pytest.mark.parametrize("preset", ["tiny", "full"])
 def test_parameters_in_closed_form(ranks, preset, changes):
     for tp in (1, 4):
         cfg = make_config(preset, tp, num_hidden_layers=3, **changes)
-        assert ranks(build, LlamaForCausalLM, cfg, world_size=tp, tp=tp) == [parameter_count(cfg, tp)] * tp
+        assert (
+            ranks(build, LlamaForCausalLM, cfg, world_size=tp, tp=tp)
+            == [parameter_count(cfg, tp)] * tp
+        )
     assert parameter_count(make_config("full"), 1) == 6_738_415_616  # Llama 2 7B as published
 
 
@@ -249,8 +319,14 @@ def test_parameters_in_closed_form(ranks, preset, changes):
         ({"num_attention_heads": 2}, "2 is not divisible by 4"),
         ({"intermediate_size": 66}, "66 is not divisible by 4"),
         ({"attention_dropout": -0.1}, "dropout -0.1"),
-        ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 6}, "6 is not divisible by 4"),
-        ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, "4 is not divisible by 3"),
+        (
+            {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 6},
+            "6 is not divisible by 4",
+        ),
+        (
+            {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3},
+            "4 is not divisible by 3",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named_on_every_rank(ranks, changes, numbers):
@@ -268,7 +344,9 @@ def rotary_table(dtype, scaling):
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "dynamic", "factor": 2.0}])
 def test_rotary_angles_keep_their_precision(ranks, scaling):
-    exact, rough = (ranks(rotary_table, d, scaling, world_size=1)[0] for d in (torch.float32, torch.bfloat16))
+    exact, rough = (
+        ranks(rotary_table, d, scaling, world_size=1)[0] for d in (torch.float32, torch.bfloat16)
+    )
     for right, found in zip(exact, rough):
         assert found.dtype is torch.bfloat16 and (found.float() - right).abs().max() < 0.01
 

@@ -15,9 +15,8 @@ import pytest
 from nbclient.exceptions import DeadKernelError
 
 from tests.notebook import Notebook, Traces, write
-from tutorial_lib.mesh import reaper
 from tutorial_lib.launch import check_backend
-from tutorial_lib.mesh import Mesh
+from tutorial_lib.mesh import Mesh, reaper
 from tutorial_lib.mesh.report import as_shown, by_rank, describe_failure
 
 SETUP = """
@@ -82,23 +81,36 @@ def test_text_is_shown_as_on_a_terminal_without_files_of_cells():
 
 
 def _report(error=None, waited_in=None, line="f()"):
-    return {"error": error, "frames": [f"cell, line 1: {line}"], "line": line, "waited_in": waited_in}
+    return {
+        "error": error,
+        "frames": [f"cell, line 1: {line}"],
+        "line": line,
+        "waited_in": waited_in,
+    }
 
 
 def test_the_guilty_rank_comes_first_and_those_that_waited_share_a_line():
     waited = _report("RuntimeError: Connection closed by peer", "all_reduce", "dist.all_reduce(x)")
     text = describe_failure({0: waited, 1: _report("KeyError: 'k'"), 2: waited})
-    assert text == "rank 1: KeyError: 'k'\n  cell, line 1: f()\nranks 0, 2 waited in all_reduce (at: dist.all_reduce(x))"
+    assert (
+        text
+        == "rank 1: KeyError: 'k'\n  cell, line 1: f()\nranks 0, 2 waited in all_reduce (at: dist.all_reduce(x))"
+    )
 
 
 def test_a_rank_that_never_arrived_is_named():
     waited = _report(None, "all_reduce", "dist.all_reduce(x)")
     line = "ranks 0, 2 waited in all_reduce (at: dist.all_reduce(x)); "
-    assert describe_failure({0: waited, 2: waited}, [1]) == line + "rank 1 never arrived: the cell had ended there"
+    assert (
+        describe_failure({0: waited, 2: waited}, [1])
+        == line + "rank 1 never arrived: the cell had ended there"
+    )
     assert describe_failure({0: waited, 2: waited, 1: _report(line="spin()")}) == (
         line + "rank 1 never arrived: still at: spin()"
     )
-    assert "in different collectives" in describe_failure({0: waited, 1: _report(None, "broadcast")})
+    assert "in different collectives" in describe_failure(
+        {0: waited, 1: _report(None, "broadcast")}
+    )
 
 
 # ---- one notebook, and what can happen in it, one thing after the other ----
@@ -119,19 +131,27 @@ def notebook(one_notebook):
 
 
 def test_ranks_are_up_and_in_order(notebook):
-    assert notebook.run("%%px\nprint(rank, world_size, device)") == "".join(f"[rank {r}] {r} 4 cpu\n" for r in range(4))
+    assert notebook.run("%%px\nprint(rank, world_size, device)") == "".join(
+        f"[rank {r}] {r} 4 cpu\n" for r in range(4)
+    )
     assert notebook.run("%px import os; print(os.environ['WORLD_SIZE'])") == "[all 4 ranks] 4\n"
     # More threads than cores make every rank ten times as slow, and torch reads their number when it is imported.
     assert notebook.run("%px print(torch.get_num_threads())") == "[all 4 ranks] 1\n"
     assert notebook.run("%%px --rank 3,1\nprint('a\\nb')") == "[ranks 1, 3]\na\nb\n"
     assert notebook.run("%%px --rank 2\nrank * 10") == "[rank 2] 20\n"
-    assert notebook.run("%%px\nimport sys\nprint('out'); print('err', file=sys.stderr)") == "[all 4 ranks]\nout\nerr\n"
+    assert (
+        notebook.run("%%px\nimport sys\nprint('out'); print('err', file=sys.stderr)")
+        == "[all 4 ranks]\nout\nerr\n"
+    )
 
 
 def test_push_and_gather(notebook):
     notebook.run("mesh.push(steps=3, name='x')")
     assert notebook.run("print(mesh.gather('steps * 10 + rank'))") == "[30, 31, 32, 33]\n"
-    assert notebook.run("print(mesh.gather('torch.ones(1, requires_grad=True) * rank')[3])") == "tensor([3.])\n"
+    assert (
+        notebook.run("print(mesh.gather('torch.ones(1, requires_grad=True) * rank')[3])")
+        == "tensor([3.])\n"
+    )
     assert notebook.fail("mesh.gather('nothing')", 10).startswith(
         "RankError: ranks 0, 1, 2, 3: NameError: name 'nothing' is not defined"
     )
@@ -140,7 +160,10 @@ def test_push_and_gather(notebook):
 
 def test_axes_are_set_up_and_stale_variables_of_the_shell_are_gone(notebook):
     notebook.run("%px from tutorial_lib.parallel_layers import parallel_state")
-    assert notebook.run("print(mesh.gather('parallel_state.get_tensor_model_parallel_rank()'))") == "[0, 1, 0, 1]\n"
+    assert (
+        notebook.run("print(mesh.gather('parallel_state.get_tensor_model_parallel_rank()'))")
+        == "[0, 1, 0, 1]\n"
+    )
     notebook.run(f"mesh.push(names={list(STALE)})")
     variables = notebook.run("print(mesh.gather('[os.environ.get(name) for name in names]'))")
     got = dict(zip(STALE, ast.literal_eval(variables)[2]))
@@ -158,13 +181,20 @@ def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
         "RankError: ranks 0, 1, 2, 3: KeyError: 'k'\n  cell, line 2: raise KeyError('k')"
     )
     assert notebook.outputs[0].text == "[all 4 ranks] before\n"
-    assert notebook.fail("%px 1 +", 10) == "RankError: ranks 0, 1, 2, 3: SyntaxError: invalid syntax\n  cell, line 1: 1 +"
-    assert notebook.fail("%px raise SystemExit(3)", 10).startswith("RankError: ranks 0, 1, 2, 3: SystemExit: 3")
+    assert (
+        notebook.fail("%px 1 +", 10)
+        == "RankError: ranks 0, 1, 2, 3: SyntaxError: invalid syntax\n  cell, line 1: 1 +"
+    )
+    assert notebook.fail("%px raise SystemExit(3)", 10).startswith(
+        "RankError: ranks 0, 1, 2, 3: SystemExit: 3"
+    )
     cell = "%%px\ndef f(n): return f(n - 1) if n else 1 / 0\ntry: f(30)\nexcept ZeroDivisionError as e: raise KeyError(1) from e"
     assert notebook.fail(cell, 10).endswith("\n  caused by ZeroDivisionError: division by zero")
     deep = notebook.fail("%px f(30)", 10).splitlines()
     assert len(deep) == 14 and deep[7] == "  … 20 more frames"
-    assert notebook.fail("%px %nomagic", 10).startswith("RankError: ranks 0, 1, 2, 3: UsageError: Line magic function")
+    assert notebook.fail("%px %nomagic", 10).startswith(
+        "RankError: ranks 0, 1, 2, 3: UsageError: Line magic function"
+    )
     notebook.run("mesh.check()")
 
 
@@ -180,18 +210,27 @@ def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
 )
 def test_one_rank_raises_while_the_others_wait(notebook, collective):
     notebook.run("%px text = 'kept'; x = torch.ones(3); held = dist.new_group([0, 1, 2, 3])")
-    error = notebook.fail(f"%%px\nif rank == 1:\n    raise ValueError('only here')\n{collective}", 15)
+    error = notebook.fail(
+        f"%%px\nif rank == 1:\n    raise ValueError('only here')\n{collective}", 15
+    )
     lines = error.splitlines()
     assert lines[0] == "RankError: rank 1: ValueError: only here"
     assert lines[1] == "  cell, line 2: raise ValueError('only here')"
     assert lines[2].startswith("ranks 0, 2, 3 waited in ") and f"(at: {collective})" in lines[2]
     assert "mesh.reset()" in lines[3] and len(lines) == 4
-    assert notebook.fail("mesh.check()", 5) == "MeshError: the process group is closed: call mesh.reset()"
-    assert notebook.fail("%px dist.all_reduce(x)", 10).startswith("RankError: ranks 0, 1, 2, 3: ValueError: Default process")
+    assert (
+        notebook.fail("mesh.check()", 5)
+        == "MeshError: the process group is closed: call mesh.reset()"
+    )
+    assert notebook.fail("%px dist.all_reduce(x)", 10).startswith(
+        "RankError: ranks 0, 1, 2, 3: ValueError: Default process"
+    )
     assert notebook.run("%px print(text)") == "[all 4 ranks] kept\n"
     assert "reset in" in notebook.run("mesh.reset()")
     notebook.run("mesh.check()")
-    assert "NameError: name 'held' is not defined" in notebook.fail("%px held", 10)  # a group of the old mesh is void
+    assert "NameError: name 'held' is not defined" in notebook.fail(
+        "%px held", 10
+    )  # a group of the old mesh is void
 
 
 def test_a_rank_that_raised_alone_may_be_out_of_step(notebook):
@@ -219,12 +258,16 @@ def test_a_rank_that_was_asked_where_it_is_keeps_nothing_of_it(notebook):
 
 
 def test_ranks_in_different_collectives(notebook):
-    cell = "%%px\nx = torch.ones(3)\ndist.all_reduce(x) if rank < 2 else dist.all_gather([x] * 4, x)"
+    cell = (
+        "%%px\nx = torch.ones(3)\ndist.all_reduce(x) if rank < 2 else dist.all_gather([x] * 4, x)"
+    )
     assert "in different collectives" in notebook.fail(cell, 20)
     notebook.run("mesh.reset()")
 
 
-@pytest.mark.parametrize("busy", ["while True: time.sleep(0.1)", "dist.all_reduce(x) if rank else time.sleep(60)"])
+@pytest.mark.parametrize(
+    "busy", ["while True: time.sleep(0.1)", "dist.all_reduce(x) if rank else time.sleep(60)"]
+)
 def test_an_interrupt_ends_the_cell_on_all_ranks(notebook, busy):
     notebook.run("%px import time; x = torch.ones(3)")
     notebook.interrupt_after(1)
@@ -236,7 +279,9 @@ def test_an_interrupt_ends_the_cell_on_all_ranks(notebook, busy):
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_a_restart_helps(notebook):
-    notebook.run("import os, signal, threading; threading.Timer(1, os.kill, [mesh.pids[2], signal.SIGKILL]).start()")
+    notebook.run(
+        "import os, signal, threading; threading.Timer(1, os.kill, [mesh.pids[2], signal.SIGKILL]).start()"
+    )
     error = notebook.fail("%%px\nwhile True: dist.all_reduce(torch.ones(3))", 15)
     assert error.startswith("RankError: rank 2: the process was killed by SIGKILL")
     assert "ranks 0, 1, 3 waited in all_reduce" in error and "mesh.restart()" in error
@@ -276,7 +321,9 @@ def test_set_up_twice_then_close_leaves_nothing(notebook):
 
 def _command(*command: str, within: float) -> subprocess.CompletedProcess:
     environment = os.environ | {"IPP_NONINTERACTIVE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=within, env=environment)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=within, env=environment
+    )
     result.said = result.stdout + result.stderr
     return result
 
@@ -289,7 +336,9 @@ def _assert_no_processes(identity: str, within: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", ["import time; time.sleep(300)", "%px dist.all_reduce(x) if rank else time.sleep(300)"])
+@pytest.mark.parametrize(
+    "busy", ["import time; time.sleep(300)", "%px dist.all_reduce(x) if rank else time.sleep(300)"]
+)
 def test_a_killed_kernel_leaves_nothing(busy):
     with Notebook() as notebook:
         notebook.run(SETUP)
@@ -327,7 +376,9 @@ def test_papermill_fails_with_the_guilty_rank_and_leaves_nothing(tmp_path):
     cell = "%%px\nif rank == 1:\n    raise ValueError('only here')\ndist.all_reduce(torch.ones(3))"
     note = f"open({str(tmp_path / 'id')!r}, 'w').write(mesh._engines.cluster_id)"
     source = write(tmp_path / "in.ipynb", SETUP, note + ";", cell)
-    run = _command(sys.executable, "-m", "papermill", source, str(tmp_path / "out.ipynb"), within=120)
+    run = _command(
+        sys.executable, "-m", "papermill", source, str(tmp_path / "out.ipynb"), within=120
+    )
     assert run.returncode != 0
     assert "RankError: rank 1: ValueError: only here" in run.said
     _assert_no_processes((tmp_path / "id").read_text(), within=10)
@@ -338,7 +389,9 @@ def test_the_time_out_of_a_runner_leaves_nothing(tmp_path):
     note = f"open({str(tmp_path / 'id')!r}, 'w').write(mesh._engines.cluster_id)"
     source = write(tmp_path / "in.ipynb", SETUP, note + ";", "%%px\nwhile True: pass")
     out = str(tmp_path / "out.ipynb")
-    run = _command(sys.executable, "-m", "papermill", source, out, "--execution-timeout", "60", within=250)
+    run = _command(
+        sys.executable, "-m", "papermill", source, out, "--execution-timeout", "60", within=250
+    )
     assert run.returncode != 0 and "timed out" in run.said
     _assert_no_processes((tmp_path / "id").read_text(), within=10)
 
@@ -347,7 +400,16 @@ def test_the_time_out_of_a_runner_leaves_nothing(tmp_path):
 def test_nbmake_fails_when_one_rank_fails(tmp_path):
     good = write(tmp_path / "good.ipynb", SETUP, "%px assert rank < 4", "mesh.close()")
     bad = write(tmp_path / "bad.ipynb", SETUP, "%px assert rank != 2, 'rank two'", "mesh.close()")
-    base = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--nbmake")
+    base = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "--nbmake",
+    )
     assert _command(*base, good, within=150).returncode == 0
     run = _command(*base, bad, within=150)
     assert run.returncode == 1 and "RankError: rank 2: AssertionError: rank two" in run.said
@@ -362,7 +424,10 @@ def test_two_notebooks_at_once_with_the_usual_port_taken():
         with Notebook(STALE) as one, Notebook(STALE) as two:
             for notebook in (one, two):
                 notebook.run("from tutorial_lib.mesh import Mesh")
-            threads = [threading.Thread(target=n.run, args=("mesh = Mesh(2); mesh.start()",)) for n in (one, two)]
+            threads = [
+                threading.Thread(target=n.run, args=("mesh = Mesh(2); mesh.start()",))
+                for n in (one, two)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -383,7 +448,9 @@ def test_three_meshes_one_after_the_other(backend):
     with Notebook() as notebook:
         notebook.run("from tutorial_lib.mesh import Mesh")
         for _ in range(3):
-            assert f"backend {backend}" in notebook.run(f"mesh = Mesh(2, tp_size=2, backend={backend!r}); mesh.start()")
+            assert f"backend {backend}" in notebook.run(
+                f"mesh = Mesh(2, tp_size=2, backend={backend!r}); mesh.start()"
+            )
             notebook.run("mesh.check()")
         assert notebook.run("import sys; print('torch_xla' in sys.modules)") == "False\n"
 
@@ -395,7 +462,9 @@ def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kern
     except ValueError as error:
         pytest.skip(str(error))
     with Notebook() as notebook:
-        notebook.run("from tutorial_lib.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()")
+        notebook.run(
+            "from tutorial_lib.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()"
+        )
         for _ in range(2):
             said = notebook.fail(
                 "%%px\nfrom tutorial_lib.launch import mark_step\nfrom tutorial_lib.parallel_layers import comm\n"
@@ -410,7 +479,9 @@ def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kern
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux's unshare to change the host name")
+@pytest.mark.skipif(
+    shutil.which("unshare") is None, reason="needs Linux's unshare to change the host name"
+)
 def test_a_host_name_that_does_not_resolve(tmp_path):
     source = write(tmp_path / "in.ipynb", SETUP, "mesh.check(); mesh.close()")
     out = str(tmp_path / "out.ipynb")

@@ -95,7 +95,9 @@ def test_outputs_beside_the_logits_equal_hugging_faces(ranks, given):
     config = GPTNeoXConfig(**SIZES, attn_implementation="eager")
     right = hugging_face_reference(hf.GPTNeoXForCausalLM, config).double().eval()(IDS, **given)
     parts = ranks(outputs, world_size=2, tp=2, **given)
-    torch.testing.assert_close(torch.cat([p["logits"] for p in parts], -1), right.logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.cat([p["logits"] for p in parts], -1), right.logits, rtol=0, atol=1e-10
+    )
     for layer, expected in enumerate(right.hidden_states or ()):
         for part in parts:
             torch.testing.assert_close(part["hidden_states"][layer], expected, rtol=0, atol=1e-10)

@@ -32,10 +32,14 @@ SIZES = dict(
 )  # fmt: skip
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MODELS = {
-    "bert": lambda **sizes: BertForPreTraining(BertConfig(**SIZES, **NO_DROPOUT, **sizes), True, True),
+    "bert": lambda **sizes: BertForPreTraining(
+        BertConfig(**SIZES, **NO_DROPOUT, **sizes), True, True
+    ),
     "gpt_neox": lambda **sizes: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes), True),
     "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES, **sizes), True),
-    "gpt": lambda **sizes: GPT2LMHeadModel(GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL, **sizes}), True),
+    "gpt": lambda **sizes: GPT2LMHeadModel(
+        GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL, **sizes}), True
+    ),
 }
 BATCHES = {
     "bert": test_bert.micro_batch,
@@ -96,9 +100,13 @@ def graphs_of_a_step():
 
     model = build("bert", "xla")
     nxd_config = neuronx_distributed_config(tensor_parallel_size=2)
-    optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3)
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3
+    )
     before = xla_cpu.graphs()
-    batches = [{k: t.to("xla") for k, t in test_bert.micro_batch(i, batch=3).items()} for i in range(6)]
+    batches = [
+        {k: t.to("xla") for k, t in test_bert.micro_batch(i, batch=3).items()} for i in range(6)
+    ]
     train(model, optimizer, iter(batches), steps=3, gradient_accumulation_steps=2)
     found = [xla_cpu.collectives(graph) for graph in range(before, xla_cpu.graphs())]
     return found, sum(p.numel() for p in model.parameters())
@@ -116,7 +124,11 @@ def test_the_exact_collectives_of_a_step_of_bert(ranks):
         Collective("all_gather", None, TP, (1, 2, B, S), "f32"),
     ]
     # The norm, the loss, all gradients.
-    step = [number, number._replace(replica_groups=DP), Collective("all_reduce", "add", DP, (held,), "f32")]
+    step = [
+        number,
+        number._replace(replica_groups=DP),
+        Collective("all_reduce", "add", DP, (held,), "f32"),
+    ]
     # And how many tokens and how many pairs of sentences are predicted.
     first = [*micro_batch, Collective("all_reduce", "add", DP, (2,), "s64")]
     assert [sorted(graph, key=str) for graph in found] == [

@@ -12,7 +12,16 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from notebooks import clean, run
 
 NOTEBOOKS = run.select([])
-BEATS = ["Parameters", "Start the mesh", "The picture", "Predict", "Build", "See", "Prove", "Your turn"]  # below the title
+BEATS = [
+    "Parameters",
+    "Start the mesh",
+    "The picture",
+    "Predict",
+    "Build",
+    "See",
+    "Prove",
+    "Your turn",
+]  # below the title
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 MAX_LINES, MAX_COLUMNS, MAX_CELLS, MAX_WORDS = 25, 100, 90, 2500
 
@@ -39,21 +48,32 @@ def test_parameters_are_typed_commented_literals_in_one_cell(path):
     assert len(cells) == 1
     for statement in ast.parse(cells[0].source).body:
         line = cells[0].source.splitlines()[statement.lineno - 1]
-        assert isinstance(statement, ast.AnnAssign) and statement.value is not None, f"not `name: type = value`: {line}"
+        assert isinstance(statement, ast.AnnAssign) and statement.value is not None, (
+            f"not `name: type = value`: {line}"
+        )
         ast.literal_eval(statement.value)  # nothing derived
     found = papermill.inspect_notebook(str(path))
-    assert all(parameter["help"] for parameter in found.values()), "every parameter needs a comment behind it"
+    assert all(parameter["help"] for parameter in found.values()), (
+        "every parameter needs a comment behind it"
+    )
     assert {"backend", "world_size", "tp_size", "output_dir"} <= found.keys()
 
 
 @each
 def test_nine_beats(path):
-    headings = [line for cell in read(path).cells if cell.cell_type == "markdown" for line in _headings(cell.source)]
+    headings = [
+        line
+        for cell in read(path).cells
+        if cell.cell_type == "markdown"
+        for line in _headings(cell.source)
+    ]
     titles = [line for line in headings if line.startswith("# ")]
     beats = [line.removeprefix("## ") for line in headings if line.startswith("## ")]
     assert len(titles) == 1 and headings[0] == titles[0], "one title, first"
     assert [beat.split(":")[0] for beat in beats] == BEATS
-    assert not any(line.startswith("####") for line in headings), "three levels of headings are enough"
+    assert not any(line.startswith("####") for line in headings), (
+        "three levels of headings are enough"
+    )
 
 
 def _headings(text: str) -> list[str]:
@@ -66,11 +86,19 @@ def test_cells_are_small_and_plain(path):
     nb = read(path)
     for cell in code_cells(nb):
         lines = cell.source.splitlines()
-        assert len(lines) <= MAX_LINES, f"{len(lines)} lines in the cell that begins with {lines[0]!r}"
-        assert not [line for line in lines if len(line) > MAX_COLUMNS], f"a long line in the cell {lines[0]!r}"
-        assert not re.search(r"--noblock|tqdm\.auto|^!|^%%bash|ipywidgets", cell.source, re.MULTILINE), cell.source
+        assert len(lines) <= MAX_LINES, (
+            f"{len(lines)} lines in the cell that begins with {lines[0]!r}"
+        )
+        assert not [line for line in lines if len(line) > MAX_COLUMNS], (
+            f"a long line in the cell {lines[0]!r}"
+        )
+        assert not re.search(
+            r"--noblock|tqdm\.auto|^!|^%%bash|ipywidgets", cell.source, re.MULTILINE
+        ), cell.source
     words = sum(len(cell.source.split()) for cell in nb.cells if cell.cell_type == "markdown")
-    assert len(nb.cells) <= MAX_CELLS and words <= MAX_WORDS, f"{len(nb.cells)} cells, {words} words"
+    assert len(nb.cells) <= MAX_CELLS and words <= MAX_WORDS, (
+        f"{len(nb.cells)} cells, {words} words"
+    )
 
 
 @each
@@ -112,7 +140,12 @@ def test_outputs_are_fresh(path):
 
 
 def executed(*outputs, source="print(1)", count=1, tags=()):
-    cell = new_code_cell(source, execution_count=count, outputs=list(outputs), metadata={"tags": list(tags)} if tags else {})
+    cell = new_code_cell(
+        source,
+        execution_count=count,
+        outputs=list(outputs),
+        metadata={"tags": list(tags)} if tags else {},
+    )
     return new_notebook(cells=[new_markdown_cell("# Title"), cell])
 
 
@@ -127,11 +160,23 @@ ERROR = new_output("error", ename="ValueError", evalue="3", traceback=["ValueErr
         (executed(), "no outputs"),
         (executed(ERROR), "ends in ValueError: 3"),
         (executed(new_output("stream", name="stderr", text="careful")), "stderr: careful"),
-        (executed(new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}})), "widget"),
-        (executed(new_output("stream", name="stdout", text="wrote /home/reader/x.pt")), "/home/reader"),
-        (executed(new_output("stream", name="stdout", text=f"wrote {clean.ROOT}/x.pt")), str(clean.ROOT)),
+        (
+            executed(new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}})),
+            "widget",
+        ),
+        (
+            executed(new_output("stream", name="stdout", text="wrote /home/reader/x.pt")),
+            "/home/reader",
+        ),
+        (
+            executed(new_output("stream", name="stdout", text=f"wrote {clean.ROOT}/x.pt")),
+            str(clean.ROOT),
+        ),
         (executed(new_output("display_data", {"text/html": "<a href='/tmp/x'>"})), "/tmp/x"),
-        (executed(new_output("stream", name="stdout", text="x" * clean.MAX_BYTES)), "more than 307,200"),
+        (
+            executed(new_output("stream", name="stdout", text="x" * clean.MAX_BYTES)),
+            "more than 307,200",
+        ),
     ],
 )
 def test_faults_are_found(nb, fault):
@@ -143,25 +188,47 @@ def test_faultless_outputs_have_no_faults():
     assert clean.faults(executed(ERROR, tags=["raises-exception"])) == []
     picture = new_output("display_data", {"image/png": "abc/home/reader/"})
     assert clean.faults(executed(picture)) == []
-    assert clean.faults(executed(new_output("stream", name="stdout", text="~/home/x and data/home/y"))) == []
+    assert (
+        clean.faults(executed(new_output("stream", name="stdout", text="~/home/x and data/home/y")))
+        == []
+    )
 
 
 def test_cleaning_keeps_outputs_and_drops_traces_of_the_run():
     first = new_output("stream", name="stdout", text="a")
-    nb = executed(first, new_output("stream", name="stdout", text="b"), new_output("stream", name="stderr", text="c"), count=7)
-    nb.cells[1].metadata.update(papermill={"duration": 1}, execution={"x": 1}, tags=["parameters"], nbmake={"mock": {"steps": 2}})
+    nb = executed(
+        first,
+        new_output("stream", name="stdout", text="b"),
+        new_output("stream", name="stderr", text="c"),
+        count=7,
+    )
+    nb.cells[1].metadata.update(
+        papermill={"duration": 1},
+        execution={"x": 1},
+        tags=["parameters"],
+        nbmake={"mock": {"steps": 2}},
+    )
     nb.cells.insert(1, new_code_cell("steps = 3", metadata={"tags": ["injected-parameters"]}))
-    nb.metadata.update(papermill={}, widgets={}, kernelspec={"name": "mine"}, language_info={"version": "3.11.7"})
+    nb.metadata.update(
+        papermill={}, widgets={}, kernelspec={"name": "mine"}, language_info={"version": "3.11.7"}
+    )
     done = clean.clean(nb)
     assert nb.cells[1].source == "steps = 3", "the argument is left alone"
     assert done.metadata == {
-        "kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3 (ipykernel)"},
+        "kernelspec": {
+            "name": "python3",
+            "language": "python",
+            "display_name": "Python 3 (ipykernel)",
+        },
         "language_info": {"version": "3.11.7"},
     }, "as JupyterLab gets them from the kernel: else it marks the notebook as changed"
     (cell,) = code_cells(done)
     assert cell.metadata == {"tags": ["parameters"], "nbmake": {"mock": {"steps": 2}}}
     assert cell.execution_count == 1
-    assert [(output.name, output.text) for output in cell.outputs] == [("stdout", "ab"), ("stderr", "c")]
+    assert [(output.name, output.text) for output in cell.outputs] == [
+        ("stdout", "ab"),
+        ("stderr", "c"),
+    ]
     assert clean.clean(done) == done
 
 
@@ -182,7 +249,12 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    nb = new_notebook(cells=[new_code_cell("%%px\nfrom tutorial_lib import a\n%px x = 1"), new_markdown_cell("text")])
+    nb = new_notebook(
+        cells=[
+            new_code_cell("%%px\nfrom tutorial_lib import a\n%px x = 1"),
+            new_markdown_cell("text"),
+        ]
+    )
     nb.metadata[clean.KEY] = {"executed_from": clean.fingerprint(nb)}
     assert list(nb.metadata[clean.KEY]["executed_from"]) == [
         "code cells", "data_scripts/prepare.py", "tutorial_lib/a.py", "tutorial_lib/b.py", "tutorial_lib/d.py",

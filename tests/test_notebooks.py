@@ -35,7 +35,12 @@ BAD_IN_TEST_FULL = dict.fromkeys(NAMES, 2)
 def cases(table, limits=None):
     limits = limits or {}
     return [
-        pytest.param(name, case, id=f"{name}-{i}", marks=[pytest.mark.grid] if i >= limits.get(name, i + 1) else [])
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{i}",
+            marks=[pytest.mark.grid] if i >= limits.get(name, i + 1) else [],
+        )
         for name, each in table.items()
         for i, case in enumerate(each)
     ]
@@ -48,7 +53,9 @@ def execute(nb_or_name, tmp_path, parameters):
         path = run.FOLDER / f"{nb_or_name}.ipynb"
     else:
         nbformat.write(nb_or_name, path)
-    nb = run.execute(path, tmp_path / "out.ipynb", {**parameters, "output_dir": str(tmp_path / "out")})
+    nb = run.execute(
+        path, tmp_path / "out.ipynb", {**parameters, "output_dir": str(tmp_path / "out")}
+    )
     return nb, json.loads((tmp_path / "out" / "results.json").read_text())
 
 
@@ -57,7 +64,9 @@ def test_runs_with_other_parameters(name, parameters, tmp_path):
     nb, results = execute(name, tmp_path, parameters)
     assert results["claims"] and all(claim["passed"] for claim in results["claims"])
     assert parameters.items() <= results["results"]["parameters"].items()
-    assert not [o for cell in nb.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"]
+    assert not [
+        o for cell in nb.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"
+    ]
 
 
 def metrics(results, name):
@@ -72,7 +81,9 @@ def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compil
 ):
     monkeypatch.setenv("TUTORIAL_XLA_CACHE", str(tmp_path / "cache"))
     _, cpu = execute(name, tmp_path, parameters)
-    (_, cold), (_, warm) = (execute(name, tmp_path, {**parameters, "backend": "xla"}) for _ in range(2))
+    (_, cold), (_, warm) = (
+        execute(name, tmp_path, {**parameters, "backend": "xla"}) for _ in range(2)
+    )
     for results in (cold, warm):
         assert results["claims"] and all(claim["passed"] for claim in results["claims"])
         assert metrics(results, "Final loss") == pytest.approx(metrics(cpu, "Final loss"), rel=1e-5)
@@ -81,14 +92,18 @@ def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compil
 
 
 @pytest.mark.parametrize("name, case", cases(BAD_PARAMETERS, BAD_IN_TEST_FULL))
-def test_bad_parameters_end_in_a_value_error_with_the_numbers_before_any_rank_starts(name, case, tmp_path):
+def test_bad_parameters_end_in_a_value_error_with_the_numbers_before_any_rank_starts(
+    name, case, tmp_path
+):
     parameters, numbers = case
     with pytest.raises(PapermillExecutionError) as caught:
         execute(name, tmp_path, parameters)
     assert caught.value.ename == "ValueError"
     assert all(str(number) in caught.value.evalue for number in numbers), caught.value.evalue
     ran = nbformat.read(tmp_path / "out.ipynb", 4)
-    printed = [o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
+    printed = [
+        o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"
+    ]
     assert not printed, "the ranks report as they start"
 
 

@@ -65,7 +65,10 @@ def coordinates():
         "tp": (ps.get_tensor_model_parallel_size(), ps.get_tensor_model_parallel_rank()),
         "dp": (ps.get_data_parallel_size(), ps.get_data_parallel_rank()),
         "src": (ps.get_tensor_model_parallel_src_rank(), ps.get_data_parallel_src_rank()),
-        "lists": (ps.get_tensor_model_parallel_group(as_list=True), ps.get_data_parallel_group(as_list=True)),
+        "lists": (
+            ps.get_tensor_model_parallel_group(as_list=True),
+            ps.get_data_parallel_group(as_list=True),
+        ),
         "name": ps.rmsg("here"),
         "gathered": ps.gather_python_object(dist.get_rank(), ps.get_data_parallel_group()),
     }
@@ -82,7 +85,12 @@ def test_every_rank_knows_its_place(ranks):
 
 
 def test_source_ranks_at_tensor_parallel_4(ranks):
-    assert [f["src"] for f in ranks(coordinates, world_size=4, tp=4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert [f["src"] for f in ranks(coordinates, world_size=4, tp=4)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+    ]
 
 
 def initialize_twice():
@@ -99,7 +107,10 @@ def initialize_twice():
 
 
 def test_destroy_and_initialize_again(ranks):
-    assert ranks(initialize_twice, world_size=4, tp=None, timeout=20)[0] == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    assert ranks(initialize_twice, world_size=4, tp=None, timeout=20)[0] == (
+        [[0, 1], [2, 3]],
+        [[0, 2], [1, 3]],
+    )
 
 
 def too_large():
@@ -108,7 +119,10 @@ def too_large():
 
 def test_a_degree_larger_than_the_world_is_refused_on_every_rank(ranks):
     errors = ranks(too_large, world_size=2, tp=None, return_exceptions=True)
-    assert all(isinstance(e, ValueError) and "world size 2 is not divisible by tensor 8" in str(e) for e in errors)
+    assert all(
+        isinstance(e, ValueError) and "world size 2 is not divisible by tensor 8" in str(e)
+        for e in errors
+    )
 
 
 def getters_before_init():

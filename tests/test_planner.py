@@ -10,7 +10,13 @@ import torch
 from tutorial_lib.dry_run import dry_run
 from tutorial_lib.models import bert, gpt_neox, llama2
 from tutorial_lib.planner import (
-    INSTANCES, Plan, custom, scaled, smallest_tensor_parallel, switches, with_tensor_parallel,
+    INSTANCES,
+    Plan,
+    custom,
+    scaled,
+    smallest_tensor_parallel,
+    switches,
+    with_tensor_parallel,
 )  # fmt: skip
 from tutorial_lib.planner.__main__ import parse
 from tutorial_lib.planner.parameters import parameters
@@ -200,7 +206,9 @@ def test_more_nodes():
         (lambda: Plan(Run(GPT, 4, 8, 1, 64), TRN1, "tpu"), "'tpu' is not one of cpu"),
         (lambda: with_tensor_parallel(Plan(Run(GPT, 4, 8, 1, 64), TRN1), 0), "tp is 0"),
         (
-            lambda: parameters(Run(bert.make_config("tiny", tie_word_embeddings=False), sequence=64)),
+            lambda: parameters(
+                Run(bert.make_config("tiny", tie_word_embeddings=False), sequence=64)
+            ),
             "tie_word_embeddings=False",
         ),
         (lambda: custom("cores=8,memory=3"), "lacks half_operations"),

@@ -520,7 +520,7 @@ def test_without_torchrun_it_says_so(data, monkeypatch):
 def torchrun(given: GPTArguments, log: Path, ranks: int = 2) -> subprocess.Popen:
     """Ranks in processes of their own, as a terminal would start them."""
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
-    script = "-m tutorial_lib.training.pretrain_gpt".split()
+    script = ["-m", "tutorial_lib.training.pretrain_gpt"]
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *command_line(given)],
         stdout=log.open("w"),

@@ -40,13 +40,18 @@ def test_tutorials_tries_all_reports_each_and_fails_if_one_did(folder, capsys):
 
 def test_parameters_and_a_subset(folder, capsys):
     assert run.main(["tutorials", "00", "-p", "steps", "5"]) == 0
-    assert json.loads((folder / "out" / "results.json").read_text())["results"]["parameters"] == {"steps": 5}
+    assert json.loads((folder / "out" / "results.json").read_text())["results"]["parameters"] == {
+        "steps": 5
+    }
     assert not (folder / "executed" / "01_ill.ipynb").exists()
 
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["tutorials", "07"], "'07'; there are 00_well, 01_ill"), (["tutorials", "-p", "step", "5"], "no parameter 'step'")],
+    [
+        (["tutorials", "07"], "'07'; there are 00_well, 01_ill"),
+        (["tutorials", "-p", "step", "5"], "no parameter 'step'"),
+    ],
 )
 def test_unknown_names_are_refused(folder, capsys, arguments, message):
     with pytest.raises(SystemExit) as exit:
@@ -76,4 +81,11 @@ def test_refresh_refuses_outputs_that_a_reader_should_not_see(folder, capsys):
 
 
 def test_values_of_parameters():
-    assert [run._value(text) for text in ("2", "0.5", "True", "tiny", "a/b", "'2'")] == [2, 0.5, True, "tiny", "a/b", "2"]
+    assert [run._value(text) for text in ("2", "0.5", "True", "tiny", "a/b", "'2'")] == [
+        2,
+        0.5,
+        True,
+        "tiny",
+        "a/b",
+        "2",
+    ]

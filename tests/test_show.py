@@ -18,7 +18,10 @@ from tutorial_lib.training.metrics import Metric, TrainingMetrics
 
 
 def test_table_is_text_and_html():
-    drawn = show.table([{"rank": 0, "shape": "(2, 3)", "MB": 12345.5}, {"rank": 1, "shape": "<b>", "MB": 1e6}], "Shapes")
+    drawn = show.table(
+        [{"rank": 0, "shape": "(2, 3)", "MB": 12345.5}, {"rank": 1, "shape": "<b>", "MB": 1e6}],
+        "Shapes",
+    )
     assert repr(drawn).splitlines() == [
         "Shapes",
         "rank  shape          MB",
@@ -31,9 +34,16 @@ def test_table_is_text_and_html():
 
 
 def test_fractions_of_a_column_line_up_and_units_stand_to_the_right():
-    rates = show.table([{"rate": 34.4, "step": 14.8, "size": "64.0 KiB"}, {"rate": 26.0, "step": 1e-7, "size": "1.4 MiB"}])
+    rates = show.table(
+        [
+            {"rate": 34.4, "step": 14.8, "size": "64.0 KiB"},
+            {"rate": 26.0, "step": 1e-7, "size": "1.4 MiB"},
+        ]
+    )
     assert [row[0] for row in rates.rows] == ["34.4", "26.0"]
-    assert [row[1] for row in rates.rows] == ["14.8", "1e-07"], "no decimals would make these line up"
+    assert [row[1] for row in rates.rows] == ["14.8", "1e-07"], (
+        "no decimals would make these line up"
+    )
     assert [line[-8:] for line in repr(rates).splitlines()[2:]] == ["64.0 KiB", " 1.4 MiB"]
     assert show.by_rank({"seconds": [0.0, 0.5, 0.25]}).rows[0][1:4] == ["0", "0.50", "0.25"]
     assert [row[1] for row in show.compare({"a": (3, 4), "b": (None, 1)}).rows] == ["3", "–"]
@@ -46,7 +56,11 @@ def test_ragged_rows_are_refused():
 
 def test_by_rank_names_the_rank_that_differs():
     drawn = show.by_rank({"sum": [1.0] * 4, "weight": [3, 3, 7, 3], "slice": [0, 1, 2, 3]})
-    assert [row[-1] for row in drawn.rows] == ["all 4 ranks agree", "rank 2 differs from the others", ""]
+    assert [row[-1] for row in drawn.rows] == [
+        "all 4 ranks agree",
+        "rank 2 differs from the others",
+        "",
+    ]
     assert drawn.marked == {1}
     assert drawn._repr_html_().count("◀") == 1
     with pytest.raises(ValueError, match=r"\[3, 4\]"):
@@ -58,7 +72,9 @@ def test_two_ranks_that_differ_blame_neither():
 
 
 def test_compare_gives_ratios():
-    rows = show.compare({"all_reduce": (6300, 6000), "broadcast": (None, 10), "nothing": (0, 0)}, "bytes").rows
+    rows = show.compare(
+        {"all_reduce": (6300, 6000), "broadcast": (None, 10), "nothing": (0, 0)}, "bytes"
+    ).rows
     assert [row[-1] for row in rows] == ["1.0500", "–", "–"]
 
 
@@ -83,7 +99,9 @@ def test_claims_are_in_the_file_and_fatal_where_they_fail(tmp_path):
     claims.add("ranks", [0, 1], [0, 1])
     claims.add("difference", np.float64(1e-6), 1e-4, relation="<=")
     claims.metric("Final loss", 2.0, "nat", Epoch=1)
-    with pytest.raises(show.ClaimError, match=r"weight: measured 3, expected 2\.5 ± 0\.1, off by 0\.5"):
+    with pytest.raises(
+        show.ClaimError, match=r"weight: measured 3, expected 2\.5 ± 0\.1, off by 0\.5"
+    ):
         claims.add("weight", 3, 2.5, 0.1)
     content = json.loads((tmp_path / "new" / "results.json").read_text())
     assert content["results"]["parameters"] == {"tp_size": 2, "dtype": "torch.float32"}
@@ -120,7 +138,9 @@ def test_claims_that_fail(tmp_path, measured, expected, options):
         show.Claims(tmp_path, {}).add("it", measured, expected, **options)
 
 
-@pytest.mark.parametrize("options", [{"relation": "~"}, {"tolerance": -1}, {"tolerance": 0.1, "relation": "<="}])
+@pytest.mark.parametrize(
+    "options", [{"relation": "~"}, {"tolerance": -1}, {"tolerance": 0.1, "relation": "<="}]
+)
 def test_claims_that_make_no_sense(tmp_path, options):
     with pytest.raises(ValueError, match="relation"):
         show.Claims(tmp_path, {}).add("it", 1, 1, **options)
@@ -153,7 +173,10 @@ def test_exercise_verdicts_on_one_answer():
     assert verdict([None, None], [1, 5]) == "not attempted"
     assert verdict([1, None], [1, 5]) == "a part of the answer is missing"
     rows = {"that is the row": [4, 5, 6, 7]}
-    assert verdict([4, 5, 6, 7], [1, 5], mistakes=rows) == "shape (4,) instead of (2,), because that is the row"
+    assert (
+        verdict([4, 5, 6, 7], [1, 5], mistakes=rows)
+        == "shape (4,) instead of (2,), because that is the row"
+    )
 
 
 def test_exercise_verdicts_by_rank():
@@ -168,7 +191,10 @@ def test_exercise_verdicts_by_rank():
     assert judge(wrong) == "off by 2 on rank 2"
     halves = [torch.full((2,), 0.5)] * 4
     assert judge(wrong, mistakes={"it is halved": halves}) == "off by 2 on rank 2"
-    assert judge(halves, mistakes={"it is halved": halves}) == "off by 0.5 on rank 0, because it is halved"
+    assert (
+        judge(halves, mistakes={"it is halved": halves})
+        == "off by 0.5 on rank 0, because it is halved"
+    )
     assert judge([torch.ones(3)] * 4) == "shape (3,) instead of (2,) on rank 0"
     assert judge([*ones[:3], None]) == "nothing returned on rank 3"
     assert judge([torch.ones(2)] * 3) == "3 answers for 4 ranks"
@@ -222,7 +248,10 @@ def test_source_with_and_without_docstrings():
     assert "Doc." in repr(show.source(Base)) and "# comment" in repr(show.source(Base.other))
     bare = repr(show.source(Base, docstring=False))
     assert "Doc." not in bare and "comment" not in bare and "y = x + 1" in bare
-    assert repr(show.source(Base.other, docstring=False)) == "def other(self, x):\n    y = x + 1\n    return y"
+    assert (
+        repr(show.source(Base.other, docstring=False))
+        == "def other(self, x):\n    y = x + 1\n    return y"
+    )
     layout = repr(show.source(spread, docstring=False))
     assert layout == 'def spread(\n    first: str = "#",\n):\n    return (\n        first\n    )'
 
@@ -250,16 +279,23 @@ def send_a_million():
     return bytes_sent() - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes"
+)
 def test_bytes_sent_counts_what_a_collective_sends(ranks):
     for sent in ranks(send_a_million, world_size=2, tp=2):
         assert 1_000_000 <= sent < 1_005_000
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes"
+)
 def test_bytes_sent_leaves_no_file_open():
     before = len(os.listdir("/proc/self/fd"))
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as here,
+    ):
         there, _ = server.accept()
         first = bytes_sent()
         here.sendall(bytes(1000))

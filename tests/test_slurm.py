@@ -27,10 +27,15 @@ import sys
 sys.path.insert(0, ".")
 from tutorial_lib.mesh import Mesh
 """
-ON_NODES = 'mesh = Mesh(world_size=4, tp_size=2, timeout=20, launcher="slurm", nodes=2)\nmesh.start()'
+ON_NODES = (
+    'mesh = Mesh(world_size=4, tp_size=2, timeout=20, launcher="slurm", nodes=2)\nmesh.start()'
+)
 # The run of tests/test_checkpoint_resume.py: ZeRO-1, accumulation, dropout, a schedule.
 MODEL = "%%px\nimport sys\nsys.path.insert(0, '.')\nfrom tests.test_checkpoint_resume import *\n"
-TRAIN = MODEL + "run = Run('llama', True, 5, torch.float32)\nlosses = [loss for loss, *_ in run.train(0)]\n"
+TRAIN = (
+    MODEL
+    + "run = Run('llama', True, 5, torch.float32)\nlosses = [loss for loss, *_ in run.train(0)]\n"
+)
 RESUME = MODEL + (
     "run = Run('llama', True, 99, torch.float32)\n"
     "content = load_checkpoint({folder!r}, None, *run.all)\n"
@@ -60,7 +65,9 @@ def test_wrong_arguments_are_named(arguments, said):
 
 def test_a_machine_without_slurm_is_told_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ValueError, match="launcher 'slurm' needs sbatch, srun, scancel, scontrol, sinfo"):
+    with pytest.raises(
+        ValueError, match="launcher 'slurm' needs sbatch, srun, scancel, scontrol, sinfo"
+    ):
         Mesh(4, launcher="slurm", nodes=2)
 
 
@@ -87,12 +94,23 @@ def test_words_of_the_command_arrive_as_they_are(tmp_path):
     (tmp_path / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
     for name in ("torchrun", "srun"):
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    }
     shown = subprocess.run(
         ["bash"], input=batch_script(words, 2, 3), capture_output=True, text=True, check=True,
         env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=tmp_path,
     )  # fmt: skip
-    meeting = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3", "--master-addr=10.0.0.1", "--master-port=20007"]
+    meeting = [
+        "--nnodes=2",
+        "--node-rank=1",
+        "--nproc-per-node=3",
+        "--master-addr=10.0.0.1",
+        "--master-port=20007",
+    ]
     assert shown.stdout.splitlines() == meeting + words
 
 
@@ -124,7 +142,9 @@ def one_notebook(one_cluster):
 @pytest.fixture
 def notebook(cluster, one_notebook):
     """A notebook with its mesh up on the nodes."""
-    one_notebook.run(f"if globals().get('mesh') is None or mesh._remedy:\n    {ON_NODES.replace(chr(10), chr(10) + '    ')}")
+    one_notebook.run(
+        f"if globals().get('mesh') is None or mesh._remedy:\n    {ON_NODES.replace(chr(10), chr(10) + '    ')}"
+    )
     return one_notebook
 
 
@@ -133,20 +153,26 @@ def _assert_gone(cluster) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(cluster, one_notebook, tmp_path):
+def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
+    cluster, one_notebook, tmp_path
+):
     one_notebook.run("mesh = Mesh(world_size=4, tp_size=2)\nmesh.start()")
     one_notebook.run(TRAIN)
     local = one_notebook.run("print(mesh.gather('losses'))")
     printed = one_notebook.run(ON_NODES)
     assert printed.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
-    places = "(rank, os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], os.environ['SLURMD_NODENAME'])"
+    places = (
+        "(rank, os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], os.environ['SLURMD_NODENAME'])"
+    )
     one_notebook.run("%%px\nimport os")
     assert one_notebook.run(f'print(mesh.gather("{places}"))') == (
         "[(0, '0', '0', 'n1'), (1, '1', '0', 'n1'), (2, '0', '1', 'n2'), (3, '1', '1', 'n2')]\n"
     )
     one_notebook.run(TRAIN)
     assert one_notebook.run("print(mesh.gather('losses'))") == local
-    assert not Path("slurm_engine.sbatch").exists()  # the job's files are all in the mesh's own folder
+    assert not Path(
+        "slurm_engine.sbatch"
+    ).exists()  # the job's files are all in the mesh's own folder
 
     # A node dies while the ranks train; the checkpoint of the third step is complete.
     one_notebook.run(
@@ -156,7 +182,9 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(cluste
     )
     threading.Timer(3, cluster.kill_node, ["n2"]).start()
     text = one_notebook.fail("%%px\nrun.train(0, lambda step: time.sleep(2))", within=60)
-    assert re.search(r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown", text), text
+    assert re.search(
+        r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown", text
+    ), text
     assert "mesh.restart() starts new ranks." in text
     one_notebook.run("mesh.close()")
     cluster.start_node("n2")
@@ -174,8 +202,12 @@ def test_a_rank_that_raises_while_others_wait_and_a_reset(notebook):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed(notebook):
-    text = notebook.fail("%%px\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()", within=30)
-    assert "rank 1: process " in text and " on n1 is gone" in text and "mesh.restart()" in text, text
+    text = notebook.fail(
+        "%%px\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()", within=30
+    )
+    assert "rank 1: process " in text and " on n1 is gone" in text and "mesh.restart()" in text, (
+        text
+    )
 
 
 @pytest.mark.slow
@@ -196,7 +228,9 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     too_much = 'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, slurm_options="--begin=now+1hour")'
     one_notebook.run(too_much)
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
-    assert "is pending: BeginTime" in "".join(o.text for o in one_notebook.outputs if o.output_type == "stream")
+    assert "is pending: BeginTime" in "".join(
+        o.text for o in one_notebook.outputs if o.output_type == "stream"
+    )
     _assert_gone(cluster)
 
 
@@ -221,17 +255,25 @@ def _submit(cluster, folder: Path, log: str, command: list[str], **options) -> N
     path = f"{folder}:{Path(sys.executable).parent}:{slurm.PATH}"
     given = os.environ | cluster.environment | {"PATH": path}
     root = Path(__file__).resolve().parents[1]
-    subprocess.run(["sbatch", str(folder / "run.sbatch")], env=given, cwd=root, check=True, capture_output=True)
+    subprocess.run(
+        ["sbatch", str(folder / "run.sbatch")], env=given, cwd=root, check=True, capture_output=True
+    )
 
 
 @pytest.mark.slow
 def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data, tmp_path):  # noqa: F811
-    (tmp_path / "neuron_parallel_compile").write_text('#!/bin/sh\nNEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"\n')
+    (tmp_path / "neuron_parallel_compile").write_text(
+        '#!/bin/sh\nNEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"\n'
+    )
     (tmp_path / "neuron_parallel_compile").chmod(0o755)
     slurm.wait_for(lambda: not cluster.jobs(), 20)
     given = arguments(data, tensor_model_parallel_size=2, train_iters=60, eval_iters=0)
-    assert torchrun(given, tmp_path / "whole.log", ranks=4).wait(200) == 0, (tmp_path / "whole.log").read_text()
-    on_nodes = replace(given, save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=10)
+    assert torchrun(given, tmp_path / "whole.log", ranks=4).wait(200) == 0, (
+        tmp_path / "whole.log"
+    ).read_text()
+    on_nodes = replace(
+        given, save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=10
+    )
     command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(on_nodes)]
 
     _submit(cluster, tmp_path, "first.log", command, precompile=["--exit-interval", "2"])
@@ -243,7 +285,9 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
     compiled, first = losses(log)[:2], losses(log)[2:]
     whole = losses(tmp_path / "whole.log")
     assert compiled == whole[:2]
-    assert first == whole[: len(first)] and 15 <= len(first) < 60  # so no checkpoint of the compiling was taken
+    assert (
+        first == whole[: len(first)] and 15 <= len(first) < 60
+    )  # so no checkpoint of the compiling was taken
 
     _submit(cluster, tmp_path, "second.log", command)
     slurm.wait_for(lambda: not cluster.jobs(), 120)
@@ -257,7 +301,13 @@ def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path
     slurm.wait_for(lambda: not cluster.jobs(), 20)
     saved = str(tmp_path / "saved")
     given = arguments(
-        data, tensor_model_parallel_size=2, train_iters=3000, eval_iters=0, save=saved, load=saved, save_interval=5000
+        data,
+        tensor_model_parallel_size=2,
+        train_iters=3000,
+        eval_iters=0,
+        save=saved,
+        load=saved,
+        save_interval=5000,
     )
     command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)]
     log = tmp_path / "first.log"
@@ -297,15 +347,20 @@ def in_cluster(cluster, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.grid] * (name != IN_TEST_FULL)) for name in NOTEBOOKS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.grid] * (name != IN_TEST_FULL)) for name in NOTEBOOKS],
 )
 def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name, tmp_path):
     _, local = execute(name, tmp_path, NOTEBOOKS[name])
     ran, found = execute(name, tmp_path, NOTEBOOKS[name] | ON_TWO_NODES)
-    printed = "".join(o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream")
+    printed = "".join(
+        o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"
+    )
     assert "ranks on 2 nodes" in printed
     assert found["claims"] and all(claim["passed"] for claim in found["claims"])
-    assert [claim["name"] for claim in found["claims"]] == [claim["name"] for claim in local["claims"]]
+    assert [claim["name"] for claim in found["claims"]] == [
+        claim["name"] for claim in local["claims"]
+    ]
     assert metrics(found, "Final loss") == metrics(local, "Final loss")
     _assert_gone(in_cluster)
 
@@ -314,13 +369,19 @@ def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name
 @pytest.mark.timeout(600)
 def test_a_notebook_whose_job_is_cancelled_ends_with_the_reason(in_cluster, tmp_path):
     def cancel_while_it_trains():
-        slurm.wait_for(lambda: list(tmp_path.glob("out/tensorboard/whole/events*")), 200, "the first steps")
+        slurm.wait_for(
+            lambda: list(tmp_path.glob("out/tensorboard/whole/events*")), 200, "the first steps"
+        )
         in_cluster.command("scancel", *in_cluster.jobs())
 
     thread = threading.Thread(target=cancel_while_it_trains)
     thread.start()
     with pytest.raises(PapermillExecutionError) as caught:  # papermill's exit status is 1 then
-        execute("05_megatron_gpt_pretraining", tmp_path, {"world_size": 2, "steps": 5000} | ON_TWO_NODES)
+        execute(
+            "05_megatron_gpt_pretraining", tmp_path, {"world_size": 2, "steps": 5000} | ON_TWO_NODES
+        )
     thread.join()
-    assert re.search(r"SLURM's job \d+ ended: (COMPLETING|CANCELLED)", caught.value.evalue), caught.value.evalue
+    assert re.search(r"SLURM's job \d+ ended: (COMPLETING|CANCELLED)", caught.value.evalue), (
+        caught.value.evalue
+    )
     _assert_gone(in_cluster)

@@ -79,9 +79,22 @@ def test_collectives_give_the_values_of_all_ranks_and_leave_their_input(ranks):
 def dtypes_on_ranks():
     torch_xla, xm, _ = _xla()
     rank, tensors = launch.dist.get_rank(), []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool):
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
         for shape in ((), (1,), (3, 5), (0, 2)):
-            tensors.append((torch.arange(15)[: max(torch.Size(shape).numel(), 0)].reshape(shape) % 2 + rank).to(dtype))
+            tensors.append(
+                (
+                    torch.arange(15)[: max(torch.Size(shape).numel(), 0)].reshape(shape) % 2 + rank
+                ).to(dtype)
+            )
     moved = [t.to("xla") for t in tensors]
     computed = [t.clone() for t in moved]
     flag = _sum(xm, torch.ones((), device="xla"), [[0, 1]])
@@ -115,12 +128,17 @@ def views_on_ranks():
     version = y._version
     torch_xla.sync()
     assert tensors.count_pending("xla:0") == 0 and y._version == version
-    before = [t.cpu().tolist() for t in (row, column, alias[0], held["closure"]()[0], held["list"][0][0][0][0], only_view)]
+    before = [
+        t.cpu().tolist()
+        for t in (row, column, alias[0], held["closure"]()[0], held["list"][0][0][0][0], only_view)
+    ]
     y.add_(1)
     row.mul_(10)
     only_view.add_(1)
     torch_xla.sync()
-    assert torch.equal(y.cpu(), torch.tensor([[3.0] * 4, [30.0] * 4, [3.0] * 4])) and torch.equal(alias.cpu(), y.cpu())
+    assert torch.equal(y.cpu(), torch.tensor([[3.0] * 4, [30.0] * 4, [3.0] * 4])) and torch.equal(
+        alias.cpu(), y.cpu()
+    )
     assert flat.cpu().tolist() == y.cpu().flatten().tolist() and column.tolist() == [3.0, 30.0, 3.0]
     assert only_view.tolist() == [11.0] * 4
     assert model[1].weight is model[0].weight and model[0].weight.partition_dim == 1
@@ -155,8 +173,14 @@ def views_of_earlier_values():
 
 
 def test_views_of_what_an_earlier_step_computed_stay_views(ranks):
-    expected = [[[2.0, 2.0, 3.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 2.0, 3.0, 3.0]], [[2.0] * 4, [2.0] * 2, [2.0] * 4]]
-    expected += [[[6.0, 6.0, 12.0, 12.0], [6.0, 6.0], [12.0] * 2, [6.0, 6.0, 12.0, 12.0]], [[4.0] * 4, [4.0] * 2, [4.0] * 4]]
+    expected = [
+        [[2.0, 2.0, 3.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 2.0, 3.0, 3.0]],
+        [[2.0] * 4, [2.0] * 2, [2.0] * 4],
+    ]
+    expected += [
+        [[6.0, 6.0, 12.0, 12.0], [6.0, 6.0], [12.0] * 2, [6.0, 6.0, 12.0, 12.0]],
+        [[4.0] * 4, [4.0] * 2, [4.0] * 4],
+    ]
     assert ranks(views_of_earlier_values, world_size=2, **XLA) == [expected] * 2
 
 
@@ -178,7 +202,12 @@ def reading_on_ranks():
     for way in ways:
         with pytest.raises(RuntimeError, match="mark_step"):
             way()
-    total.to(torch.float64), total.to("xla"), total.to(x), x.clone().copy_(total)  # these stay on the device
+    (
+        total.to(torch.float64),
+        total.to("xla"),
+        total.to(x),
+        x.clone().copy_(total),
+    )  # these stay on the device
     assert many[1].shape == () and many[x.long()].shape == (4,)  # and these
     local = (x * 2).sum().item(), x.tolist()  # neither depends on a collective
     spare[x + 1 > 2] = 0.0  # nor does the mask
@@ -188,7 +217,10 @@ def reading_on_ranks():
 
 
 def test_a_value_behind_a_collective_is_refused_before_the_step_and_right_after_it(ranks):
-    assert ranks(reading_on_ranks, world_size=2, **XLA) == [(12.0, 12.0, [0.0, 1.0, 2.0, 3.0], 13.0)] * 2
+    assert (
+        ranks(reading_on_ranks, world_size=2, **XLA)
+        == [(12.0, 12.0, [0.0, 1.0, 2.0, 3.0], 13.0)] * 2
+    )
 
 
 def stopped_with_a_collective_pending():
@@ -215,7 +247,9 @@ def a_graph_that_does_not_compile():
     x = torch.ones(2).to("xla")
 
     def step():
-        parts = xm.reduce_scatter("sum", [x, x + 1], 1.0, 0, 2, pin_layout=False)  # of a list: XLA has no such thing
+        parts = xm.reduce_scatter(
+            "sum", [x, x + 1], 1.0, 0, 2, pin_layout=False
+        )  # of a list: XLA has no such thing
         with pytest.raises(Exception, match="reduce_scatter"):
             torch_xla.sync()
         return len(parts)
@@ -251,7 +285,9 @@ def collectives_of_torch_distributed():
 
 
 def test_torch_distributed_refuses_xla_tensors_and_carries_those_of_the_host(ranks):
-    assert ranks(collectives_of_torch_distributed, world_size=2, **XLA) == [([2.0] * 2, [4.0] * 2)] * 2
+    assert (
+        ranks(collectives_of_torch_distributed, world_size=2, **XLA) == [([2.0] * 2, [4.0] * 2)] * 2
+    )
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -324,7 +360,9 @@ def train(device, tp, dp, reduce_tp, reduce_dp, mark_step):
         total = torch.zeros((), device=device)
         for micro in range(MICRO):
             inputs = [t[step, micro].chunk(dp[1])[dp[0]].flatten(0, 1).to(device) for t in (x, y)]
-            loss = loss_of(w, *inputs, lambda t: Copy.apply(t, reduce_tp), lambda t: Reduce.apply(t, reduce_tp))
+            loss = loss_of(
+                w, *inputs, lambda t: Copy.apply(t, reduce_tp), lambda t: Reduce.apply(t, reduce_tp)
+            )
             (loss / MICRO).backward()
             total += loss.detach() / MICRO
         for p in w.values():
@@ -338,7 +376,11 @@ def train(device, tp, dp, reduce_tp, reduce_dp, mark_step):
         optimizer.zero_grad()
         mark_step()
         losses.append(loss.item())
-    return losses, {n: g.cpu() for n, g in grads.items()}, {n: p.detach().cpu() for n, p in w.items()}
+    return (
+        losses,
+        {n: g.cpu() for n, g in grads.items()},
+        {n: p.detach().cpu() for n, p in w.items()},
+    )
 
 
 def train_on_ranks():
@@ -392,7 +434,9 @@ def train_with_cache(folder: str):
     return losses, compiled, graphs
 
 
-def test_a_graph_is_compiled_once_for_all_ranks_and_runs_and_a_broken_entry_is_compiled_anew(ranks, tmp_path):
+def test_a_graph_is_compiled_once_for_all_ranks_and_runs_and_a_broken_entry_is_compiled_anew(
+    ranks, tmp_path
+):
     def run():
         return ranks(train_with_cache, str(tmp_path), world_size=4, **XLA)
 
@@ -423,7 +467,9 @@ def restarted(function, *args):
 def boundary_before_backward():
     torch_xla, xm, _ = _xla()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 4)
+    )
     x, grads = torch.arange(12.0).reshape(3, 4), []
     for device in ("cpu", "xla"):
         model.to(device).zero_grad()
@@ -494,6 +540,7 @@ def test_the_calls_of_torch_xla_end_a_step_and_know_the_world(ranks):
 
 def dropout_on_ranks():
     torch_xla, xm, _ = _xla()
+
     def draw():
         mask = nn.functional.dropout(torch.ones(64, device="xla"), 0.5)
         _sum(xm, mask, [[0, 1]])
@@ -508,7 +555,13 @@ def dropout_on_ranks():
     resumed = draw()
     xm.set_rng_state(7)
     again = draw()
-    return first == again, third == resumed, first != second, second != third, 10 < first.count(0.0) < 54
+    return (
+        first == again,
+        third == resumed,
+        first != second,
+        second != third,
+        10 < first.count(0.0) < 54,
+    )
 
 
 def test_dropout_follows_the_seed_and_resumes(ranks):
@@ -564,7 +617,11 @@ def one_rank_misses_the_step():
 def test_ranks_that_wait_in_vain_get_an_error_in_time_and_can_start_anew(ranks):
     (errors, after), (none, other_after) = ranks(one_rank_misses_the_step, world_size=2, **XLA)
     assert none == [] and after == other_after == [2.0] * 3
-    assert "rank 0 of 2 could not finish its step" in errors[0][0] and "3 s" in errors[0][0] and 2.9 < errors[0][1] < 10
+    assert (
+        "rank 0 of 2 could not finish its step" in errors[0][0]
+        and "3 s" in errors[0][0]
+        and 2.9 < errors[0][1] < 10
+    )
     assert "start them anew" in errors[1][0] and errors[1][1] < 2
 
 
@@ -606,7 +663,11 @@ def test_a_rank_interrupted_in_a_step_runs_none_before_it_is_started_anew(ranks)
 def test_xla_without_torch_xla_is_a_clear_error(monkeypatch):
     find_spec = launch.importlib.util.find_spec
     missing = {"torch_xla", "libneuronxla"}
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    monkeypatch.setattr(
+        launch.importlib.util,
+        "find_spec",
+        lambda name: None if name in missing else find_spec(name),
+    )
     with pytest.raises(ValueError, match="backend 'xla' needs torch_xla"):
         launch.check_backend("xla")
     launch.check_backend("cpu")
@@ -619,11 +680,25 @@ def test_environment_of_each_backend(monkeypatch, trainium):
               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}  # fmt: skip
     for backend in launch.BACKENDS:
         got = launch.rank_environment(
-            backend, 5, 8, master_addr="10.0.0.1", master_port=1234, local_rank=1, local_world_size=4
+            backend,
+            5,
+            8,
+            master_addr="10.0.0.1",
+            master_port=1234,
+            local_rank=1,
+            local_world_size=4,
         )
         assert common.items() <= got.items()
-        extra = {k: v for k, v in got.items() if "XLA" in k or "PJRT" in k or "NEURON" in k or "TORCHELASTIC" in k}
-        on_chip = {"PJRT_DEVICE": "NEURON", "TORCHELASTIC_RUN_ID": "tutorial", "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182"}
+        extra = {
+            k: v
+            for k, v in got.items()
+            if "XLA" in k or "PJRT" in k or "NEURON" in k or "TORCHELASTIC" in k
+        }
+        on_chip = {
+            "PJRT_DEVICE": "NEURON",
+            "TORCHELASTIC_RUN_ID": "tutorial",
+            "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
+        }
         on_cpu = {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"}
         assert extra == ({} if backend != "xla" else on_chip if trainium else on_cpu)
 
@@ -647,8 +722,14 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
             patch.setenv(name, value)
         neuron.configure_pjrt_environment()
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:62182"
-        assert os.environ["NEURON_PJRT_WORLD_SIZE"] == "8" and os.environ["NEURON_PJRT_PROCESS_INDEX"] == "5"
-        assert os.environ["NEURON_RT_VISIBLE_CORES"] == "1" and os.environ["PJRT_LOCAL_PROCESS_RANK"] == "1"
+        assert (
+            os.environ["NEURON_PJRT_WORLD_SIZE"] == "8"
+            and os.environ["NEURON_PJRT_PROCESS_INDEX"] == "5"
+        )
+        assert (
+            os.environ["NEURON_RT_VISIBLE_CORES"] == "1"
+            and os.environ["PJRT_LOCAL_PROCESS_RANK"] == "1"
+        )
         assert os.environ["PJRT_LOCAL_PROCESS_COUNT"] == "4"
 
 
@@ -752,7 +833,11 @@ def test_the_library_trains_alike_on_xla_and_cpu(ranks):
 
 def many_short_runs(seconds):
     from tutorial_lib import xla_model as xm
-    from tutorial_lib.parallel_layers import ColumnParallelLinear, move_model_to_device, parallel_state
+    from tutorial_lib.parallel_layers import (
+        ColumnParallelLinear,
+        move_model_to_device,
+        parallel_state,
+    )
     from tutorial_lib.parallel_layers.grads import clip_grad_norm
 
     began, rounds, over = time.monotonic(), 0, torch.zeros(1)
@@ -763,7 +848,9 @@ def many_short_runs(seconds):
             loss = layer(torch.ones(4, 16, device=xm.xla_device())).pow(2).mean()
             loss.backward()
             clip_grad_norm(layer.parameters(), 1.0)
-            xm.optimizer_step(optimizer, groups=parallel_state.get_data_parallel_group(as_list=True))
+            xm.optimizer_step(
+                optimizer, groups=parallel_state.get_data_parallel_group(as_list=True)
+            )
             optimizer.zero_grad()
         rounds += 1
         over[0] = time.monotonic() - began > seconds

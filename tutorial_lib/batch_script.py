@@ -85,13 +85,21 @@ def batch_script(
     """
     if not command:
         raise ValueError("there is no command to run")
-    for what, number in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("threads", threads)):
+    for what, number in (
+        ("nodes", nodes),
+        ("ranks_per_node", ranks_per_node),
+        ("threads", threads),
+    ):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{what} is {number!r}, must be a whole number from 1 on")
     for line in (name, *options):
         if len(line.splitlines()) != 1:
             raise ValueError(f"{line!r} is not one line of a batch file")
-    compiling = "" if precompile is None else PRECOMPILE.format(changes=shlex.join(precompile)).replace(" \"\n", "\"\n")
+    compiling = (
+        ""
+        if precompile is None
+        else PRECOMPILE.format(changes=shlex.join(precompile)).replace(' "\n', '"\n')
+    )
     return TEMPLATE.format(
         name=shlex.quote(name),
         nodes=nodes,
@@ -112,11 +120,17 @@ def main(words: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nodes", type=int, required=True, help="of the job")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="one for each core or GPU")
-    parser.add_argument("--name", default="train", help="of the job, and of its log file (default train)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, required=True, help="one for each core or GPU"
+    )
+    parser.add_argument(
+        "--name", default="train", help="of the job, and of its log file (default train)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU (default 1)")
     parser.add_argument("--sbatch", default="", help="further options of sbatch, in one word")
-    parser.add_argument("--precompile", action="store_true", help="compile with two steps of the command first")
+    parser.add_argument(
+        "--precompile", action="store_true", help="compile with two steps of the command first"
+    )
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
     given = parser.parse_args(words)
     try:

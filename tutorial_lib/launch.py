@@ -104,13 +104,21 @@ def rank_environment(
             environment["TORCHELASTIC_RUN_ID"] = "tutorial"
             environment["PJRT_DEVICE"] = "NEURON"
             environment["NEURON_RT_ROOT_COMM_ID"] = f"{root_addr or master_addr}:{NEURON_ROOT_PORT}"
-            if world_size > local_world_size:  # the network between trn1 nodes, as the published job scripts set it
-                environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+            if (
+                world_size > local_world_size
+            ):  # the network between trn1 nodes, as the published job scripts set it
+                environment |= {
+                    "FI_PROVIDER": "efa",
+                    "FI_EFA_USE_DEVICE_RDMA": "1",
+                    "FI_EFA_FORK_SAFE": "1",
+                }
         else:
             environment["PJRT_DEVICE"] = "CPU"
             # Each process is a world of one to torch-xla, which would drop its collectives.
             environment["XLA_ALWAYS_ALLREDUCE"] = "1"
-            environment["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")  # errors alone
+            environment["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get(
+                "TF_CPP_MIN_LOG_LEVEL", "2"
+            )  # errors alone
     return environment
 
 
@@ -129,7 +137,9 @@ def init_distributed(backend: str, timeout: float = 60.0) -> None:
     if master is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(master)
     # A group that is made later gets torch's own default otherwise, half an hour, and not the time-out of the world.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options["timeout"]
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options[
+        "timeout"
+    ]
     if backend == "cpu":
         dist.init_process_group("gloo", **options)
     elif backend == "cuda":

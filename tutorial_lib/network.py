@@ -21,6 +21,10 @@ def interface_towards(host: str) -> str:
     """
     address = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):  # a scope may stand behind the %
+        if any(
+            one.address.partition("%")[0] == address for one in addresses
+        ):  # a scope may stand behind the %
             return name
-    raise RuntimeError(f"no network interface has the address {address}, from which {host} is reached")
+    raise RuntimeError(
+        f"no network interface has the address {address}, from which {host} is reached"
+    )

@@ -49,13 +49,20 @@ class PlainLayers(nn.Module):
         config._attn_implementation = "eager_checkpointed" if mode == "selective" else "eager"
         self.full = mode == "full"
         with device:
-            self.layers = nn.ModuleList(hf.LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+            self.layers = nn.ModuleList(
+                hf.LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+            )
             self.rotary = hf.LlamaRotaryEmbedding(config)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         length = hidden.size(1)
         positions = self.rotary(hidden, torch.arange(length, device=hidden.device)[None])
-        mask = torch.full((length, length), torch.finfo(hidden.dtype).min, dtype=hidden.dtype, device=hidden.device)
+        mask = torch.full(
+            (length, length),
+            torch.finfo(hidden.dtype).min,
+            dtype=hidden.dtype,
+            device=hidden.device,
+        )
         keywords = dict(attention_mask=mask.triu(1)[None, None], position_embeddings=positions)
         for layer in self.layers:
             if self.full:
@@ -88,7 +95,9 @@ def measure(backend: str, sizes: dict, length: int, dtype: torch.dtype, steps: i
     """Milliseconds, saved and peak MiB of each way, per layer."""
     device = get_device(backend)
     config = make_config("full", **sizes)
-    hidden = torch.randn(1, length, config.hidden_size, dtype=dtype, device=device, requires_grad=True)
+    hidden = torch.randn(
+        1, length, config.hidden_size, dtype=dtype, device=device, requires_grad=True
+    )
     layers = config.num_hidden_layers
 
     def synchronize() -> None:
@@ -132,20 +141,37 @@ def measure(backend: str, sizes: dict, length: int, dtype: torch.dtype, steps: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     sizes: dict = {"num_hidden_layers": 4}
     length, dtype = 4096, torch.bfloat16
     if arguments.backend == "cpu":
-        sizes |= {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+        sizes |= {
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 32,
+        }
         length, dtype = 512, torch.float32
     pool = RankPool(1, arguments.backend)
-    (results,) = pool.run(measure, arguments.backend, sizes, length, dtype, arguments.steps, timeout=600)
+    (results,) = pool.run(
+        measure, arguments.backend, sizes, length, dtype, arguments.steps, timeout=600
+    )
     pool.stop()
-    report = {"backend": arguments.backend, "dtype": str(dtype), "sequence": length, "per_layer": results}
-    report["ours_over_plain"] = {m: round(results[f"ours, {m}"]["ms"] / results[f"plain, {m}"]["ms"], 3) for m in MODES}
+    report = {
+        "backend": arguments.backend,
+        "dtype": str(dtype),
+        "sequence": length,
+        "per_layer": results,
+    }
+    report["ours_over_plain"] = {
+        m: round(results[f"ours, {m}"]["ms"] / results[f"plain, {m}"]["ms"], 3) for m in MODES
+    }
     report["ours_over_no_checkpointing"] = {
         m: round(results[f"ours, {m}"]["ms"] / results["ours, none"]["ms"], 3) for m in MODES
     }

@@ -36,7 +36,9 @@ def prepare(backend: str) -> None:
     torch.manual_seed(0)
     model = move_model_to_device(bert.BertForPreTraining(config), device)
     nxd_config = neuronx_distributed_config(tensor_parallel_size=TP)
-    optimizer = initialize_parallel_optimizer(nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3)
+    optimizer = initialize_parallel_optimizer(
+        nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3
+    )
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
 
     def batches():
@@ -49,7 +51,9 @@ def prepare(backend: str) -> None:
     stream = batches()
 
     def steps(count: int) -> list[float]:
-        done = train(model, optimizer, stream, steps=count, gradient_accumulation_steps=ACCUMULATION)
+        done = train(
+            model, optimizer, stream, steps=count, gradient_accumulation_steps=ACCUMULATION
+        )
         return [step.loss for step in done]
 
     _steps = steps
@@ -63,7 +67,9 @@ def train(count: int) -> tuple[float, list[float], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="of each backend in a round")
     options = parser.parse_args()
@@ -82,7 +88,9 @@ def main() -> None:
                     seconds[backend].append(took / options.steps)
                 elif backend == "xla":
                     compiled = sum(result[2] for result in results)
-                    print(f"xla: {took:.1f} s for the first two steps, {compiled} compilations on all ranks together")
+                    print(
+                        f"xla: {took:.1f} s for the first two steps, {compiled} compilations on all ranks together"
+                    )
             gap = max(abs(a - b) / b for a, b in zip(losses["xla"], losses["cpu"], strict=True))
             if not gap <= TOLERANCE:
                 raise SystemExit(f"the losses differ by {gap:.2e} relative in round {number}")
@@ -91,7 +99,9 @@ def main() -> None:
     ratio = statistics.median(x / c for x, c in zip(seconds["xla"], seconds["cpu"]))
     for backend, times in seconds.items():
         print(f"{backend}: {1e3 * statistics.median(times):7.1f} ms a step")
-    print(f"xla / cpu {ratio:.2f}; {os.cpu_count()} cores, {WORLD} ranks; losses equal within {TOLERANCE} relative")
+    print(
+        f"xla / cpu {ratio:.2f}; {os.cpu_count()} cores, {WORLD} ranks; losses equal within {TOLERANCE} relative"
+    )
 
 
 if __name__ == "__main__":

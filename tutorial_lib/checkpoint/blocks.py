@@ -30,7 +30,9 @@ def stored_blocks(
     end = entry.size(0) if count is None else first + count
     step = rows_in_block(entry)
     for row in range(first, end, step):
-        block = torch.empty((min(step, end - row), *entry.shape[1:]), dtype=entry.dtype, device="cpu")
+        block = torch.empty(
+            (min(step, end - row), *entry.shape[1:]), dtype=entry.dtype, device="cpu"
+        )
         file.read_rows(entry, row, block)
         yield row, block
 

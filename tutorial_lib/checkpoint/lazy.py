@@ -70,9 +70,7 @@ class LazyFile:
         mapped = read_object(path, mmap=True)  # nothing of it is read but the object's skeleton
         storages: set[int] = set()
         where = str(path)
-        map_tensors(
-            mapped, lambda t: storages.add(_address(t)) if t.numel() else None, where=where
-        )
+        map_tensors(mapped, lambda t: storages.add(_address(t)) if t.numel() else None, where=where)
         base = _base(path, sorted(storages)) if storages else 0
         seen: dict[tuple, torch.Tensor] = {}
 
@@ -99,7 +97,9 @@ class LazyFile:
         """
         strides = described.stride()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(described.shape, strides))
-        result = torch.empty(extent if described.numel() else 0, dtype=described.dtype, device="cpu")
+        result = torch.empty(
+            extent if described.numel() else 0, dtype=described.dtype, device="cpu"
+        )
         self._fill(described, 0, result)
         return result.as_strided(described.shape, strides).contiguous()
 

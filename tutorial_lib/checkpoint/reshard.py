@@ -105,9 +105,7 @@ def _weights(
 class _Optimizer:
     """The optimizer's state of a checkpoint on its way to other degrees."""
 
-    def __init__(
-        self, reader: Reader, targets: dict[str, Layout], tp: int, dp: int, vendor: bool
-    ):
+    def __init__(self, reader: Reader, targets: dict[str, Layout], tp: int, dp: int, vendor: bool):
         self._saved, self._targets, self._tp = SavedOptimizer(reader), targets, tp
         self._places = dp if self._saved.zero1 else 1
         self._by_rows = vendor or not self._saved.zero1

@@ -92,9 +92,7 @@ def save_checkpoint(
     mesh = ranks.mesh()
     step = _step(tag, user_content) if step is None else step
 
-    content = ranks.together(
-        _Content, model, optimizer, scheduler, user_content, zero1_optimizer
-    )
+    content = ranks.together(_Content, model, optimizer, scheduler, user_content, zero1_optimizer)
     jobs = content.jobs(use_xser, async_save)
     aside = folder / (tag + tags.INCOMPLETE)
     ranks.from_rank_zero(lambda: str(tags.begin(folder, tag)))

@@ -72,9 +72,7 @@ class PretrainingDataset(Dataset):
         if shard not in self._arrays:
             self._arrays[shard] = _open(self.paths[shard])
         row = index - (self._ends[shard - 1] if shard else 0)
-        sample = {
-            key: values[row].astype(np.int64) for key, values in self._arrays[shard].items()
-        }
+        sample = {key: values[row].astype(np.int64) for key, values in self._arrays[shard].items()}
         positions = sample["masked_lm_positions"][: self.max_pred_length]
         (padding,) = np.nonzero(positions == 0)  # 0 is [CLS], never predicted: it ends the list
         count = padding[0] if len(padding) else len(positions)

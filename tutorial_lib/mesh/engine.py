@@ -45,12 +45,18 @@ def boot(environment: dict[str, str], stale: list[str]) -> None:
     os.environ.update(environment)
     _shell = get_ipython()
     _shell.colors = "nocolor"
-    _shell.InteractiveTB.set_mode("Minimal")  # `report` says more; IPython's own traceback takes seconds to format
+    _shell.InteractiveTB.set_mode(
+        "Minimal"
+    )  # `report` says more; IPython's own traceback takes seconds to format
     show = _shell._showtraceback
-    _shell._showtraceback = lambda etype, error, stb: show(etype, error, [json.dumps(report(error))])
+    _shell._showtraceback = lambda etype, error, stb: show(
+        etype, error, [json.dumps(report(error))]
+    )
 
 
-def join(backend: str, timeout: float, tp_size: int | None, address: str, port: int, control_port: int) -> None:
+def join(
+    backend: str, timeout: float, tp_size: int | None, address: str, port: int, control_port: int
+) -> None:
     """Joins the process group whose store the kernel serves at `address:port`; torch, dist, rank …
     become variables.
     """
@@ -60,7 +66,9 @@ def join(backend: str, timeout: float, tp_size: int | None, address: str, port: 
     from tutorial_lib import launch
 
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    threading.Thread(target=_attend, args=(address, control_port, int(os.environ["RANK"])), daemon=True).start()
+    threading.Thread(
+        target=_attend, args=(address, control_port, int(os.environ["RANK"])), daemon=True
+    ).start()
     launch.init_distributed(backend, timeout)
     if tp_size is not None:
         from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel
@@ -82,7 +90,9 @@ def leave() -> None:
 
     from tutorial_lib.parallel_layers.parallel_state import destroy_model_parallel
 
-    for name in [name for name, value in _shell.user_ns.items() if isinstance(value, dist.ProcessGroup)]:
+    for name in [
+        name for name, value in _shell.user_ns.items() if isinstance(value, dist.ProcessGroup)
+    ]:
         del _shell.user_ns[name]
     destroy_model_parallel()
     if dist.is_initialized():
@@ -178,9 +188,17 @@ def _describe(frames: list[traceback.FrameSummary]) -> dict:
     own = [frame for frame in frames if _is_cell(frame.filename)]
     # An asynchronous collective waits in C++, with no frame of torch.distributed: the one of `comm` tells.
     collectives = (os.path.join(PACKAGE_DIR, "parallel_layers", "comm.py"), "/torch/distributed/")
-    waits = (f.name for f in frames if any(place in f.filename for place in collectives) and f.name != "wrapper")
+    waits = (
+        f.name
+        for f in frames
+        if any(place in f.filename for place in collectives) and f.name != "wrapper"
+    )
     collective = next(waits, None)
-    xla = [os.path.basename(f.filename) for f in frames if f.filename.startswith(os.path.join(PACKAGE_DIR, "xla_cpu"))]
+    xla = [
+        os.path.basename(f.filename)
+        for f in frames
+        if f.filename.startswith(os.path.join(PACKAGE_DIR, "xla_cpu"))
+    ]
     if "client.py" in xla and "compiler.py" not in xla:  # in the graph, with the other ranks
         collective = collective or "mark_step"
     return {
@@ -198,7 +216,11 @@ def _short(filename: str) -> str:
     """A path without what is particular to this machine."""
     if filename.startswith(PACKAGE_DIR):
         return os.path.relpath(filename, os.path.dirname(PACKAGE_DIR))
-    return filename.rpartition("site-packages/")[2] if "site-packages/" in filename else os.path.basename(filename)
+    return (
+        filename.rpartition("site-packages/")[2]
+        if "site-packages/" in filename
+        else os.path.basename(filename)
+    )
 
 
 def _attend(address: str, port: int, rank: int) -> None:
@@ -237,7 +259,11 @@ def _cut(places: list[dict], kernel_address: str) -> int:
         if place["address"] != own or place["pid"] == os.getpid():
             continue
         try:
-            theirs |= {tuple(c.laddr) for c in psutil.Process(place["pid"]).net_connections("tcp") if c.raddr}
+            theirs |= {
+                tuple(c.laddr)
+                for c in psutil.Process(place["pid"]).net_connections("tcp")
+                if c.raddr
+            }
         except psutil.Error:
             continue
     connections = [c for c in psutil.Process().net_connections("tcp") if c.raddr]
@@ -245,9 +271,10 @@ def _cut(places: list[dict], kernel_address: str) -> int:
     for connection in mine:
         try:
             with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
-                if duplicate.getpeername()[:2] == tuple(connection.raddr):  # the descriptor may serve another by now
+                if duplicate.getpeername()[:2] == tuple(
+                    connection.raddr
+                ):  # the descriptor may serve another by now
                     duplicate.shutdown(socket.SHUT_RDWR)
         except OSError:  # closed meanwhile
             continue
     return len(mine)
-

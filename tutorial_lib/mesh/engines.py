@@ -36,7 +36,9 @@ class LocalProcess:
         self._process.kill()
 
     def cause_of_death(self) -> str:
-        time.sleep(0.2)  # ipyparallel waits for the process, too, and one of the two gets its status
+        time.sleep(
+            0.2
+        )  # ipyparallel waits for the process, too, and one of the two gets its status
         status = self._process.wait(timeout=2)
         if status is None:
             return "the process is gone"
@@ -49,10 +51,14 @@ class LocalProcess:
 class LocalLauncher:
     """Starts the engines on the kernel's own machine; `tutorial_lib.mesh.slurm` does on others."""
 
-    address = "127.0.0.1"  # where the ranks reach the kernel: a laptop's own name often does not resolve
+    address = (
+        "127.0.0.1"  # where the ranks reach the kernel: a laptop's own name often does not resolve
+    )
     directory = None  # the engines' files are in the system's temporary folder
 
-    def prepare(self, cluster_id: str, count: int, directory: str, config: Config) -> tuple[str, list[str]]:
+    def prepare(
+        self, cluster_id: str, count: int, directory: str, config: Config
+    ) -> tuple[str, list[str]]:
         """Sets what ipyparallel has to know; its name for the launcher, and a command that ends what it started."""
         # The engines' nannies would only tell ipyparallel of deaths that `Watch` sees by itself.
         config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False"]
@@ -61,7 +67,9 @@ class LocalLauncher:
     def started(self, cluster: ipp.Cluster) -> None:
         """Called once they are on their way. Of an engine that this process started ipyparallel has the exit status."""
         sets = cluster.engines.values()
-        self._processes = {one.pid: LocalProcess(one.process) for s in sets for one in s.launchers.values()}
+        self._processes = {
+            one.pid: LocalProcess(one.process) for s in sets for one in s.launchers.values()
+        }
 
     def is_waiting(self) -> bool:
         """Whether they have not begun to start, and nobody knows when they will."""
@@ -138,10 +146,16 @@ class Engines:
             if failure is None and time.monotonic() > deadline:
                 failure = f"not within {START_TIMEOUT:.0f} s"
             if failure is not None:
-                raise MeshError(f"{len(self._client.ids)} of {count} engines started: {failure}. {self._log_tail()}")
+                raise MeshError(
+                    f"{len(self._client.ids)} of {count} engines started: {failure}. {self._log_tail()}"
+                )
             time.sleep(0.05)
-        whoami = {i: self._client[i].apply_sync(engine.whoami, launcher.address) for i in self._client.ids}
-        by_place = sorted(whoami, key=lambda i: (whoami[i]["node"], whoami[i]["host"], whoami[i]["pid"]))
+        whoami = {
+            i: self._client[i].apply_sync(engine.whoami, launcher.address) for i in self._client.ids
+        }
+        by_place = sorted(
+            whoami, key=lambda i: (whoami[i]["node"], whoami[i]["host"], whoami[i]["pid"])
+        )
         self.views = [self._client[i] for i in by_place]
         self.places = [whoami[i] for i in by_place]
         self.processes = [launcher.process(self._client, i, whoami[i]) for i in by_place]

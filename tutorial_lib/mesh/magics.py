@@ -22,7 +22,9 @@ def register(mesh) -> None:
     @magic_arguments()
     @argument("--rank", help="run on these ranks only, such as 0 or 1,3; by default on all")
     @argument(
-        "--fails", action="store_true", help="the cell is meant to fail: print its error; an error if it does not"
+        "--fails",
+        action="store_true",
+        help="the cell is meant to fail: print its error; an error if it does not",
     )
     def px(line, cell):
         """Runs the cell on every rank of the mesh. All of it is run before anything else; there is no background."""
@@ -31,7 +33,9 @@ def register(mesh) -> None:
         try:
             ranks = None if wanted is None else [int(rank) for rank in wanted.split(",")]
         except ValueError:
-            raise UsageError(f"--rank {wanted!r} is not a rank or a list of ranks such as 1,3") from None
+            raise UsageError(
+                f"--rank {wanted!r} is not a rank or a list of ranks such as 1,3"
+            ) from None
         if not given.fails:
             return mesh.run(cell, ranks)
         # An error as a cell's result would end papermill, whatever the cell's tags.

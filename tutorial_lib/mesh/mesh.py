@@ -28,8 +28,8 @@ import ipyparallel as ipp
 import torch
 from IPython import get_ipython
 
-from tutorial_lib.mesh import engine, magics
 from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
+from tutorial_lib.mesh import engine, magics
 from tutorial_lib.mesh.engines import Engines, LocalLauncher
 from tutorial_lib.mesh.report import MeshError, RankError, describe_failure
 from tutorial_lib.mesh.slurm import SlurmLauncher, check_slurm
@@ -82,32 +82,48 @@ class Mesh:
     ):
         sizes = {"world_size": world_size, "tp_size": tp_size, "threads": threads, "nodes": nodes}
         for name, size in sizes.items():
-            if (name, size) != ("tp_size", None) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            if (name, size) != ("tp_size", None) and (
+                isinstance(size, bool) or not isinstance(size, int) or size < 1
+            ):
                 raise ValueError(f"{name} {size!r} is not a positive whole number")
         if tp_size is not None and world_size % tp_size:
             raise ValueError(f"world_size {world_size} is not divisible by tp_size {tp_size}")
         if timeout is not None and (not isinstance(timeout, Real) or not 0 < timeout <= LONGEST):
-            raise ValueError(f"timeout {timeout!r} is not a number of seconds between 0 and {LONGEST:.0e}")
+            raise ValueError(
+                f"timeout {timeout!r} is not a number of seconds between 0 and {LONGEST:.0e}"
+            )
         check_backend(backend)
         if launcher not in LAUNCHERS:
             raise ValueError(f"launcher {launcher!r} is not one of {', '.join(LAUNCHERS)}")
         if launcher == "local" and (nodes > 1 or slurm_options):
-            raise ValueError(f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not 'local'")
+            raise ValueError(
+                f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not 'local'"
+            )
         if world_size % nodes:
             raise ValueError(f"world_size {world_size} is not divisible by nodes {nodes}")
         if launcher == "slurm":
             check_slurm()
         elif backend == "cuda" and world_size > torch.cuda.device_count():
-            raise ValueError(f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+            raise ValueError(
+                f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}"
+            )
         if timeout is None:
-            timeout = TIMEOUT if backend != "xla" else TIMEOUT_TRAINIUM if on_trainium() else TIMEOUT_XLA_CPU
+            timeout = (
+                TIMEOUT
+                if backend != "xla"
+                else TIMEOUT_TRAINIUM
+                if on_trainium()
+                else TIMEOUT_XLA_CPU
+            )
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
         self.timeout, self.threads = timeout, threads
         self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
         self.pids: list[int] = []  # of the ranks, in their order
         self._engines: Engines | None = None
         self._rendezvous: Rendezvous | None = None
-        self._remedy = "start"  # what has to be called before the ranks can talk again; empty if nothing
+        self._remedy = (
+            "start"  # what has to be called before the ranks can talk again; empty if nothing
+        )
 
     # ---- life ----
 
@@ -121,7 +137,11 @@ class Mesh:
         atexit.register(self.close)
         try:
             local = self.launcher == "local"
-            launcher = LocalLauncher() if local else SlurmLauncher(self.nodes, self.threads, self.slurm_options)
+            launcher = (
+                LocalLauncher()
+                if local
+                else SlurmLauncher(self.nodes, self.threads, self.slurm_options)
+            )
             self._engines = Engines(self.world_size, launcher)
             self._address = launcher.address
             self.pids = [process.pid for process in self._engines.processes]
@@ -129,7 +149,9 @@ class Mesh:
             self._join()
         except KeyboardInterrupt:
             self.close()
-            raise MeshInterrupted("the ranks were not up yet, and are ended: mesh.start() starts them") from None
+            raise MeshInterrupted(
+                "the ranks were not up yet, and are ended: mesh.start() starts them"
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -148,7 +170,11 @@ class Mesh:
         """Engines become ranks: each gets what `torchrun` would give it, before torch is imported there."""
         places = self._engines.places
         hosts = [place["host"] for place in places]
-        stale = [name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")]
+        stale = [
+            name
+            for name in os.environ
+            if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")
+        ]
         booting = {}
         for rank, host in enumerate(hosts):
             environment = rank_environment(
@@ -183,7 +209,9 @@ class Mesh:
         answers = self._call(engine.probe)
         expected = sum(range(self.world_size))
         if answers != [(rank, expected) for rank in range(self.world_size)]:
-            raise MeshError(f"all-reduce of the ranks gave {answers}, not {expected} on each in rank order")
+            raise MeshError(
+                f"all-reduce of the ranks gave {answers}, not {expected} on each in rank order"
+            )
         if not quiet:
             print(f"{self}: all answer, all-reduce is right, {time.perf_counter() - began:.2f} s")
 
@@ -198,7 +226,9 @@ class Mesh:
         if self._remedy in ("start", "restart"):
             raise MeshError(f"a reset is not enough here: call mesh.{self._remedy}()")
         if self.backend == "xla":
-            raise MeshError("XLA keeps its connections for as long as its process lives: call mesh.restart()")
+            raise MeshError(
+                "XLA keeps its connections for as long as its process lives: call mesh.restart()"
+            )
         began = time.perf_counter()
         self._remedy = "reset"
         self._join()
@@ -244,8 +274,13 @@ class Mesh:
             raise ValueError("no rank was named to run the cell on")
         for rank in ranks:
             if not 0 <= rank < self.world_size:
-                raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
-        tasks = {rank: self._engines.views[rank].execute(cell, silent=False, block=False) for rank in ranks}
+                raise ValueError(
+                    f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}"
+                )
+        tasks = {
+            rank: self._engines.views[rank].execute(cell, silent=False, block=False)
+            for rank in ranks
+        }
         shown = magics.LiveOutput(tasks)
         try:
             self._wait(tasks, shown.tick)
@@ -273,7 +308,9 @@ class Mesh:
 
     def _call(self, function, *args) -> list:
         self._require_ranks()
-        tasks = {rank: view.apply_async(function, *args) for rank, view in enumerate(self._engines.views)}
+        tasks = {
+            rank: view.apply_async(function, *args) for rank, view in enumerate(self._engines.views)
+        }
         self._wait(tasks)
         return [task.get() for task in tasks.values()]
 
@@ -299,7 +336,9 @@ class Mesh:
         if self._remedy or (not watch.released and watch.in_step(self.world_size)):
             return
         self._remedy = "restart" if self.backend == "xla" else "reset"
-        tasks = {rank: view.apply_async(engine.leave) for rank, view in enumerate(self._engines.views)}
+        tasks = {
+            rank: view.apply_async(engine.leave) for rank, view in enumerate(self._engines.views)
+        }
         leaving = Watch(tasks, self._engines.processes, self._rendezvous, self.timeout)
         leaving.wait()
         if leaving.dead or leaving.reports:

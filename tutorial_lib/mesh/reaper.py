@@ -26,7 +26,10 @@ def processes(cluster_id: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("IPP_CLUSTER_ID") == cluster_id and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("IPP_CLUSTER_ID") == cluster_id
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:  # gone meanwhile, or another user's
             continue
@@ -66,7 +69,9 @@ def main(cluster_id: str, directory: str, *command: str) -> None:
     """Waits until the parent process is gone or its pipe is closed, then ends the mesh and removes its files."""
     parent = os.getppid()
     while os.getppid() == parent:
-        if select.select([0], [], [], 1.0)[0] and os.read(0, 1) == b"":  # end of file: the kernel closed it, or died
+        if (
+            select.select([0], [], [], 1.0)[0] and os.read(0, 1) == b""
+        ):  # end of file: the kernel closed it, or died
             break
     if command:
         subprocess.run(command, check=False)

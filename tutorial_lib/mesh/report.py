@@ -46,7 +46,11 @@ def by_rank(texts: Mapping[int, str], world_size: int) -> str:
             ranks_of.setdefault(text, []).append(rank)
     blocks = []
     for text, ranks in ranks_of.items():
-        label = f"[all {world_size} ranks]" if len(ranks) == world_size > 1 else f"[{name_ranks(ranks)}]"
+        label = (
+            f"[all {world_size} ranks]"
+            if len(ranks) == world_size > 1
+            else f"[{name_ranks(ranks)}]"
+        )
         blocks.append(f"{label}\n{text}" if "\n" in text else f"{label} {text}")
     return "\n".join(blocks)
 
@@ -72,17 +76,25 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
         finished: ranks that ended the cell without an error.
     """
     waiting = {rank: r for rank, r in reports.items() if r["waited_in"]}
-    stuck = {rank: r for rank, r in reports.items() if not r["waited_in"] and r.get("error") is None}
+    stuck = {
+        rank: r for rank, r in reports.items() if not r["waited_in"] and r.get("error") is None
+    }
     guilty = {rank: r for rank, r in reports.items() if rank not in waiting and rank not in stuck}
     parts = []
     for ranks, first in _same(guilty, key=lambda r: (r["error"], tuple(r["frames"]))):
-        parts.append("\n".join([f"{name_ranks(ranks)}: {first['error']}", *("  " + f for f in first["frames"])]))
+        parts.append(
+            "\n".join(
+                [f"{name_ranks(ranks)}: {first['error']}", *("  " + f for f in first["frames"])]
+            )
+        )
     waits = [
         f"{name_ranks(ranks)} waited in {first['waited_in']} (at: {first['line']})"
         for ranks, first in _same(waiting, key=lambda r: (r["waited_in"], r["line"]))
     ]
     if waits and not guilty:
-        absent = [f"{name_ranks(finished)} never arrived: the cell had ended there"] if finished else []
+        absent = (
+            [f"{name_ranks(finished)} never arrived: the cell had ended there"] if finished else []
+        )
         absent += [
             f"{name_ranks(ranks)} never arrived: still at: {first['line']}"
             for ranks, first in _same(stuck, key=lambda r: r["line"])

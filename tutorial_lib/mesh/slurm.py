@@ -22,7 +22,14 @@ from tutorial_lib.network import address_towards
 from tutorial_lib.paths import resolve
 
 POLL = 1.0  # seconds between looks at the job
-GOING_ON = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING"}  # states that are no end
+GOING_ON = {
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "SUSPENDED",
+    "REQUEUED",
+    "RESIZING",
+}  # states that are no end
 BATCH_TEMPLATE = """#!/bin/sh
 #SBATCH --job-name={{cluster_id}}
 #SBATCH --nodes={nodes}
@@ -57,13 +64,19 @@ def batch_file(nodes: int, ranks_per_node: int, threads: int = 1, options: list[
 def _run(*command: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise MeshError(f"{shlex.join(command)} failed: {result.stderr.strip() or result.stdout.strip()}")
+        raise MeshError(
+            f"{shlex.join(command)} failed: {result.stderr.strip() or result.stdout.strip()}"
+        )
     return result.stdout
 
 
 def check_slurm() -> None:
     """Raises ValueError where SLURM's commands are missing."""
-    missing = [name for name in ("sbatch", "srun", "scancel", "scontrol", "sinfo") if shutil.which(name) is None]
+    missing = [
+        name
+        for name in ("sbatch", "srun", "scancel", "scontrol", "sinfo")
+        if shutil.which(name) is None
+    ]
     if missing:
         raise ValueError(f"launcher 'slurm' needs {', '.join(missing)}: not found on this machine")
 
@@ -89,7 +102,9 @@ class Job:
         """`PENDING`, `RUNNING`, … or how it ended."""
         if self.state in {"COMPLETING", *GOING_ON} and time.monotonic() - self._looked_at > POLL:
             shown = subprocess.run(
-                ["scontrol", "--oneliner", "show", "job", self.job_id], capture_output=True, text=True
+                ["scontrol", "--oneliner", "show", "job", self.job_id],
+                capture_output=True,
+                text=True,
             )
             if shown.returncode == 0:
                 self.state = re.search(r"JobState=(\S+)", shown.stdout)[1]
@@ -158,7 +173,9 @@ class SlurmLauncher:
         self.job: Job | None = None
         self._said: tuple[str, str] | None = None  # the state and reason that were last printed
 
-    def prepare(self, cluster_id: str, count: int, directory: str, config: Config) -> tuple[str, list[str]]:
+    def prepare(
+        self, cluster_id: str, count: int, directory: str, config: Config
+    ) -> tuple[str, list[str]]:
         """See `LocalLauncher.prepare`."""
         config.HeartMonitor.period = 1000  # milliseconds
         config.SlurmEngineSetLauncher.batch_file_name = f"{directory}/job.sbatch"

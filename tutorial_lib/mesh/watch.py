@@ -27,7 +27,9 @@ class Rendezvous:
 
     def __init__(self, address: str, places: list[dict]):
         self._places = places
-        self._stores = [TCPStore(address, 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+        self._stores = [
+            TCPStore(address, 0, is_master=True, wait_for_workers=False) for _ in range(2)
+        ]
         for store in self._stores:
             store.set_timeout(timedelta(seconds=PATIENCE))
         self.port, self.control_port = (store.port for store in self._stores)
@@ -77,7 +79,12 @@ class Watch:
         rendezvous: Rendezvous | None,
         timeout: float,
     ):
-        self._tasks, self._processes, self._rendezvous, self._timeout = tasks, processes, rendezvous, timeout
+        self._tasks, self._processes, self._rendezvous, self._timeout = (
+            tasks,
+            processes,
+            rendezvous,
+            timeout,
+        )
         self.reports: dict[int, dict] = {}
         self.dead: set[int] = set()
         self.released = False
@@ -99,21 +106,31 @@ class Watch:
             self._release(("interrupt", "cut"))
             raise
         finally:
-            self.reports |= {rank: r for rank in self._tasks if rank not in self.reports and (r := self._report(rank))}
+            self.reports |= {
+                rank: r
+                for rank in self._tasks
+                if rank not in self.reports and (r := self._report(rank))
+            }
 
     def in_step(self, world_size: int) -> bool:
         """Whether the ranks can go on together: all failed, at the same line and none while it waited for another.
 
         If only some failed, or at different places, one may have sent what another has not received.
         """
-        places = {(r["error"].partition(":")[0], r["line"], r["waited_in"]) for r in self.reports.values()}
-        return not self.reports or (len(self.reports) == world_size and len(places) == 1 and places.pop()[2] is None)
+        places = {
+            (r["error"].partition(":")[0], r["line"], r["waited_in"]) for r in self.reports.values()
+        }
+        return not self.reports or (
+            len(self.reports) == world_size and len(places) == 1 and places.pop()[2] is None
+        )
 
     def _pending(self) -> list[int]:
         for rank in self._tasks.keys() - self.dead:
             if not self._processes[rank].is_alive():
                 self.dead.add(rank)
-        return [rank for rank, task in self._tasks.items() if rank not in self.dead and not task.ready()]
+        return [
+            rank for rank, task in self._tasks.items() if rank not in self.dead and not task.ready()
+        ]
 
     def _failed(self, rank: int) -> bool:
         task = self._tasks[rank]
@@ -127,7 +144,11 @@ class Watch:
         Collectives of the host have a time-out of their own; this is for those of a device.
         """
         now = time.monotonic()
-        if self._rendezvous is None or len(pending) == len(self._tasks) or now - (self._asked_at or 0) < PATIENCE:
+        if (
+            self._rendezvous is None
+            or len(pending) == len(self._tasks)
+            or now - (self._asked_at or 0) < PATIENCE
+        ):
             return False
         self._asked_at = now
         places = self._rendezvous.ask("where", pending)
@@ -151,7 +172,11 @@ class Watch:
                 self._rendezvous.ask(measure, alive if measure == "cut" else pending)
                 if not (pending := self._settle()):
                     break
-            self.reports |= {rank: place for rank, place in places.items() if place["waited_in"] or rank in pending}
+            self.reports |= {
+                rank: place
+                for rank, place in places.items()
+                if place["waited_in"] or rank in pending
+            }
         for rank in pending:
             self._processes[rank].kill()
         self._settle()
@@ -179,4 +204,3 @@ class Watch:
 
 def _without_place(error: str) -> dict:
     return {"error": error, "frames": [], "line": None, "waited_in": None}
-

@@ -50,7 +50,9 @@ def hugging_face_mask(seen: torch.Tensor, model: PreTrainedModel) -> torch.Tenso
     if model.config._attn_implementation != "eager":
         return seen
     lowest = torch.finfo(model.dtype).min
-    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, lowest)
+    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(
+        ~seen, lowest
+    )
 
 
 def core_attention(
@@ -76,16 +78,23 @@ def core_attention(
     """
     batch, heads, length, size = query.shape
     groups = batch * key.size(1)
-    rows, columns = query.reshape(groups, -1, size), key.reshape(groups, length, size).transpose(1, 2)
+    rows, columns = (
+        query.reshape(groups, -1, size),
+        key.reshape(groups, length, size).transpose(1, 2),
+    )
     scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling)
     scores = scores.view(batch, heads, length, length)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if scores.device.type == "xla":  # elsewhere softmax computes in float32 and rounds once
-        probabilities = F.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+        probabilities = F.softmax(
+            scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)
+        ).to(scores.dtype)
     else:
         probabilities = F.softmax(scores, -1)
     if dropout:
-        probabilities = torch.native_dropout(probabilities, dropout, True)[0]  # its mask has a byte an element
+        probabilities = torch.native_dropout(probabilities, dropout, True)[
+            0
+        ]  # its mask has a byte an element
     context = probabilities.view(groups, -1, length) @ value.reshape(groups, length, size)
     return context.view(batch, heads, length, size)
 

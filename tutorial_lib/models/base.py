@@ -29,7 +29,9 @@ class ShardedModel:
         """Raises ValueError for a configuration that asks for what forward does not give."""
         for name in ("output_hidden_states", "output_attentions"):
             if getattr(self.config, name):
-                raise ValueError(f"{name}=True is not supported: {type(self).__name__} gives logits")
+                raise ValueError(
+                    f"{name}=True is not supported: {type(self).__name__} gives logits"
+                )
 
     def _check_whole(self, what: str) -> None:
         tp_size = parallel_state.get_tensor_model_parallel_size()
@@ -76,7 +78,9 @@ class ShardedModel:
             ValueError: options of torch's checkpointing that ours does not have.
         """
         asked = getattr(gradient_checkpointing_func, "keywords", {})
-        if {**asked, "use_reentrant": asked.get("use_reentrant", False)} != {"use_reentrant": False}:
+        if {**asked, "use_reentrant": asked.get("use_reentrant", False)} != {
+            "use_reentrant": False
+        }:
             raise ValueError(
                 f"gradient checkpointing with {asked}: only use_reentrant=False is supported"
             )

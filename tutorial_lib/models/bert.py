@@ -12,7 +12,11 @@ from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
@@ -24,7 +28,9 @@ from .initialize import finish, initialize_sharded
 PRESETS = {
     "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
     "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
-    "full": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, vocab_size=30522),  # BERT-large
+    "full": dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, vocab_size=30522
+    ),  # BERT-large
 }
 
 
@@ -42,14 +48,22 @@ def make_config(preset: str, tp_size: int = 1, shard_mlp: bool = False, **change
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
     sizes = PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes
     config = BertConfig(**sizes)
-    ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
-    ensure_divisibility(config.hidden_size, config.num_attention_heads, "hidden size over attention heads")
+    ensure_divisibility(
+        config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+    )
+    ensure_divisibility(
+        config.hidden_size, config.num_attention_heads, "hidden size over attention heads"
+    )
     if shard_mlp:
-        ensure_divisibility(config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks")
+        ensure_divisibility(
+            config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks"
+        )
     return config
 
 
-def parameter_count(config: BertConfig, tp_size: int, shard_mlp: bool = False, shard_vocabulary: bool = False) -> int:
+def parameter_count(
+    config: BertConfig, tp_size: int, shard_mlp: bool = False, shard_vocabulary: bool = False
+) -> int:
     """Parameters of one rank, in closed form."""
     hidden, feed_forward, tp = config.hidden_size, config.intermediate_size, tp_size
     attention = 3 * (hidden + 1) * hidden // tp + hidden * hidden // tp + hidden
@@ -58,7 +72,9 @@ def parameter_count(config: BertConfig, tp_size: int, shard_mlp: bool = False, s
     layer = attention + mlp + 2 * 2 * hidden  # and two norms
     vocabulary = -(-config.vocab_size // tp) if shard_vocabulary else config.vocab_size
     embeddings = (vocabulary + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
-    heads = 2 * (hidden + 1) * hidden + 2 * hidden + vocabulary + 2 * (hidden + 1)  # pooler, transform, norm, bias, NSP
+    heads = (
+        2 * (hidden + 1) * hidden + 2 * hidden + vocabulary + 2 * (hidden + 1)
+    )  # pooler, transform, norm, bias, NSP
     if not config.tie_word_embeddings:  # Hugging Face's head then has two biases, and uses one
         heads += vocabulary * (hidden + 1) + config.vocab_size - vocabulary
     return config.num_hidden_layers * layer + embeddings + heads
@@ -70,9 +86,13 @@ class ParallelSelfAttention(hf.BertSelfAttention):
     def __init__(self, config: BertConfig, **kwargs):
         super().__init__(config, **kwargs)
         tp_size = parallel_state.get_tensor_model_parallel_size()
-        self.query = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+        self.query = ColumnParallelLinear(
+            config.hidden_size, self.all_head_size, gather_output=False
+        )
         self.key = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
-        self.value = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
+        self.value = ColumnParallelLinear(
+            config.hidden_size, self.all_head_size, gather_output=False
+        )
         self.num_attention_heads = divide(
             self.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
         )
@@ -91,7 +111,9 @@ class ParallelSelfOutput(hf.BertSelfOutput):
 
     def __init__(self, config: BertConfig):
         super().__init__(config)
-        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True)
+        self.dense = RowParallelLinear(
+            config.hidden_size, config.hidden_size, input_is_parallel=True
+        )
 
 
 class ParallelIntermediate(hf.BertIntermediate):
@@ -99,7 +121,9 @@ class ParallelIntermediate(hf.BertIntermediate):
 
     def __init__(self, config: BertConfig):
         super().__init__(config)
-        self.dense = ColumnParallelLinear(config.hidden_size, config.intermediate_size, gather_output=False)
+        self.dense = ColumnParallelLinear(
+            config.hidden_size, config.intermediate_size, gather_output=False
+        )
 
 
 class ParallelOutput(hf.BertOutput):
@@ -107,7 +131,9 @@ class ParallelOutput(hf.BertOutput):
 
     def __init__(self, config: BertConfig):
         super().__init__(config)
-        self.dense = RowParallelLinear(config.intermediate_size, config.hidden_size, input_is_parallel=True)
+        self.dense = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, input_is_parallel=True
+        )
 
 
 class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
@@ -128,7 +154,9 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
         if config.is_decoder:
-            raise ValueError("is_decoder=True is not supported: this attention sees the whole sequence")
+            raise ValueError(
+                "is_decoder=True is not supported: this attention sees the whole sequence"
+            )
         self.shard_vocabulary = shard_vocabulary
         with torch.device("meta"):
             super().__init__(config)
@@ -147,7 +175,9 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
                 head.decoder = ColumnParallelLinear(
                     config.hidden_size, config.vocab_size, gather_output=False, pad=True
                 )
-                if config.tie_word_embeddings:  # Hugging Face's other one belongs to nothing otherwise
+                if (
+                    config.tie_word_embeddings
+                ):  # Hugging Face's other one belongs to nothing otherwise
                     head.bias = head.decoder.bias
                 self.tie_weights()
         finish(self)
@@ -162,7 +192,13 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         return torch.stack([tokens, (batch["next_sentence_label"] != -100).sum()])
 
     def forward(
-        self, input_ids, attention_mask=None, labels=None, next_sentence_label=None, num_items_in_batch=None, **kwargs
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        next_sentence_label=None,
+        num_items_in_batch=None,
+        **kwargs,
     ):
         """Hugging Face's forward; with both labels the loss is the sum of its two parts.
 
@@ -180,7 +216,9 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         if labels is None or next_sentence_label is None:
             return output
         if num_items_in_batch is None:
-            num_items_in_batch = self.count_targets({"labels": labels, "next_sentence_label": next_sentence_label})
+            num_items_in_batch = self.count_targets(
+                {"labels": labels, "next_sentence_label": next_sentence_label}
+            )
         # In bfloat16 a count would have three digits.
         exact = torch.promote_types(output.prediction_logits.dtype, torch.float32)
         tokens, sequences = num_items_in_batch.clamp(min=1).to(exact)

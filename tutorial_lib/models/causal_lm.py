@@ -25,7 +25,9 @@ def causal_lm_loss(
         vocab_size: V, without padding.
         num_items_in_batch: predicted tokens of the whole global batch; by default those of this one.
     """
-    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # not a cut of the logits: that would copy them
+    targets = nn.functional.pad(
+        labels[:, 1:], (0, 1), value=-100
+    )  # not a cut of the logits: that would copy them
     return targets_loss(logits, targets, vocab_size, num_items_in_batch)
 
 

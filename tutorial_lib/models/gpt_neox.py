@@ -15,7 +15,11 @@ from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.layer_norm import LayerNorm
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
 
@@ -29,9 +33,15 @@ from .rotary import ExactFrequencies
 PRESETS = {
     "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
     "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
-    "6.9b": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=50432),  # pythia-6.9b
+    "6.9b": dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, vocab_size=50432
+    ),  # pythia-6.9b
     "full": dict(  # gpt-neox-20b
-        hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, vocab_size=50432, hidden_act="gelu_fast"
+        hidden_size=6144,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        vocab_size=50432,
+        hidden_act="gelu_fast",
     ),
 }
 
@@ -48,9 +58,15 @@ def make_config(preset: str, tp_size: int = 1, **changes) -> GPTNeoXConfig:
     """
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-    config = GPTNeoXConfig(**(PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes))
-    ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
-    ensure_divisibility(config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks")
+    config = GPTNeoXConfig(
+        **(PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes)
+    )
+    ensure_divisibility(
+        config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+    )
+    ensure_divisibility(
+        config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks"
+    )
     return config
 
 
@@ -63,11 +79,20 @@ def parameter_count(config: GPTNeoXConfig, tp_size: int) -> int:
     mlp = (hidden + 1) * feed_forward // tp + feed_forward * hidden // tp + hidden
     layer = attention + mlp + 2 * 2 * hidden  # and two norms
     tables = 1 if config.tie_word_embeddings else 2
-    return config.num_hidden_layers * layer + tables * -(-config.vocab_size // tp) * hidden + 2 * hidden
+    return (
+        config.num_hidden_layers * layer
+        + tables * -(-config.vocab_size // tp) * hidden
+        + 2 * hidden
+    )
 
 
 def layer_activation_bytes(
-    config: GPTNeoXConfig, batch: int, length: int, tp_size: int, sequence_parallel: bool, element: int = 4
+    config: GPTNeoXConfig,
+    batch: int,
+    length: int,
+    tp_size: int,
+    sequence_parallel: bool,
+    element: int = 4,
 ) -> float:
     """What one layer saves on one rank for its backward pass, without padding mask and dropout, in closed form.
 
@@ -80,7 +105,9 @@ def layer_activation_bytes(
         element: bytes of a number.
     """
     hidden, tokens, tp = config.hidden_size, batch * length, tp_size
-    norms = 3 * hidden * element + 2 * 2 * 4  # their input, two outputs; mean and deviation of each token in float32
+    norms = (
+        3 * hidden * element + 2 * 2 * 4
+    )  # their input, two outputs; mean and deviation of each token in float32
     # Query, key, value, output; a float32 for each head.
     attention = 4 * hidden * element + 4 * config.num_attention_heads
     mlp = 2 * config.intermediate_size * element  # before and behind the activation function
@@ -102,10 +129,16 @@ class ParallelAttention(hf.GPTNeoXAttention):
         super().__init__(config, layer_idx)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         tp_size = parallel_state.get_tensor_model_parallel_size()
-        self.num_heads = divide(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+        self.num_heads = divide(
+            config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+        )
         hidden = config.hidden_size
-        common = dict(bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled)
-        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, gather_output=False, **common)
+        common = dict(
+            bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled
+        )
+        self.query_key_value = ColumnParallelLinear(
+            hidden, 3 * hidden, gather_output=False, **common
+        )
         self.dense = RowParallelLinear(hidden, hidden, input_is_parallel=True, **common)
 
     def forward(self, hidden_states, attention_mask=None, layer_past=None, **kwargs):
@@ -124,16 +157,22 @@ class ParallelAttention(hf.GPTNeoXAttention):
             fused = fused.transpose(0, 1)  # [B, S, N/T, 3D]
         query, key, value = fused.chunk(3, dim=-1)
         query, key = hf.apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        value = value.contiguous()  # backward needs it, and a view would keep query and key before their rotation too
+        value = (
+            value.contiguous()
+        )  # backward needs it, and a view would keep query and key before their rotation too
         # Heads come first in shape only: in this order of memory the kernel's output is not copied behind it.
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, hf.eager_attention_forward)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, hf.eager_attention_forward
+        )
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = interface(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
         output = output.flatten(2)
-        return self.dense(output.transpose(0, 1) if self.sequence_parallel_enabled else output), weights
+        return self.dense(
+            output.transpose(0, 1) if self.sequence_parallel_enabled else output
+        ), weights
 
 
 class ParallelMLP(hf.GPTNeoXMLP):
@@ -141,7 +180,11 @@ class ParallelMLP(hf.GPTNeoXMLP):
 
     def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool):
         super().__init__(config)
-        hidden, features, sequence = config.hidden_size, config.intermediate_size, sequence_parallel_enabled
+        hidden, features, sequence = (
+            config.hidden_size,
+            config.intermediate_size,
+            sequence_parallel_enabled,
+        )
         self.dense_h_to_4h = ColumnParallelLinear(
             hidden, features, gather_output=False, sequence_parallel_enabled=sequence
         )
@@ -166,7 +209,9 @@ class ParallelLayer(hf.GPTNeoXLayer):
 
 def _norm(config: GPTNeoXConfig, sequence_parallel_enabled: bool) -> LayerNorm:
     return LayerNorm(
-        config.hidden_size, eps=config.layer_norm_eps, sequence_parallel_enabled=sequence_parallel_enabled
+        config.hidden_size,
+        eps=config.layer_norm_eps,
+        sequence_parallel_enabled=sequence_parallel_enabled,
     )
 
 
@@ -178,7 +223,10 @@ class GPTNeoXModel(hf.GPTNeoXModel):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         # Its sum over the ranks is the scatter along the sequence too: one reduce-scatter.
         self.embed_in = ParallelEmbedding(
-            config.vocab_size, config.hidden_size, pad=True, sequence_parallel_enabled=sequence_parallel_enabled
+            config.vocab_size,
+            config.hidden_size,
+            pad=True,
+            sequence_parallel_enabled=sequence_parallel_enabled,
         )
         if sequence_parallel_enabled:
             self.emb_dropout = ShardedDropout(config.hidden_dropout)
@@ -192,7 +240,9 @@ class GPTNeoXModel(hf.GPTNeoXModel):
             if self.sequence_parallel_enabled:
                 given = ", ".join([*(["use_cache"] if use_cache else []), *kwargs])
                 raise ValueError(f"sequence parallel is for training: it does not take {given}")
-            return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs)
+            return super().forward(
+                input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs
+            )
         length, tp_size = input_ids.size(1), parallel_state.get_tensor_model_parallel_size()
         if self.sequence_parallel_enabled:
             ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
@@ -204,7 +254,11 @@ class GPTNeoXModel(hf.GPTNeoXModel):
         hidden_states = self.emb_dropout(self.embed_in(input_ids))
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings)
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+            )
         return BaseModelOutputWithPast(last_hidden_state=self.final_layer_norm(hidden_states))
 
 
@@ -249,7 +303,15 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
         """How many tokens of a batch are predicted, which the loss is averaged over."""
         return count_targets(batch["labels"])
 
-    def forward(self, input_ids, attention_mask=None, labels=None, num_items_in_batch=None, use_cache=False, **kwargs):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        num_items_in_batch=None,
+        use_cache=False,
+        **kwargs,
+    ):
         """Hugging Face's forward, with this rank's part of the logits: `[B, S, V/T]`, padding included.
 
         Args:
@@ -270,7 +332,9 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
             attention_mask = self._causal_mask(attention_mask)
         # What sequence parallel does not take, the model names.
         keep = 0 if self.sequence_parallel_enabled else kwargs.pop("logits_to_keep", 0)
-        output = self.gpt_neox(input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)
+        output = self.gpt_neox(
+            input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+        )
         logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, keep))
         if self.sequence_parallel_enabled:
             logits = logits.transpose(0, 1)

@@ -45,7 +45,9 @@ def initialize_sharded(module: nn.Module, std: float) -> bool:
         partition = partition_of(parameter)
 
         def init(full: torch.Tensor) -> None:
-            for matrix in (full,) if partition is None else full.split(partition.sizes, partition.dim):
+            for matrix in (
+                (full,) if partition is None else full.split(partition.sizes, partition.dim)
+            ):
                 nn.init.normal_(matrix, std=std)
             if padding_idx is not None:
                 full[padding_idx] = 0

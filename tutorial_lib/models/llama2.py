@@ -15,7 +15,11 @@ from transformers.models.llama import modeling_llama as hf
 from tutorial_lib.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tutorial_lib.modules.rms_norm import RMSNorm
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from tutorial_lib.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .attention import CoreAttention, causal_mask
@@ -47,8 +51,12 @@ def make_config(preset: str, tp_size: int = 1, **changes) -> LlamaConfig:
     if preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
     config = LlamaConfig(**({"rms_norm_eps": 1e-5} | PRESETS[preset] | changes))
-    ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
-    ensure_divisibility(config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks")
+    ensure_divisibility(
+        config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+    )
+    ensure_divisibility(
+        config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks"
+    )
     kv_multiplier(config, tp_size)
     return config
 
@@ -71,7 +79,11 @@ def kv_multiplier(config: LlamaConfig, tp_size: int) -> int:
 
 def parameter_count(config: LlamaConfig, tp_size: int) -> int:
     """Parameters of one rank, in closed form."""
-    hidden, features, size = config.hidden_size, config.intermediate_size // tp_size, config.head_dim
+    hidden, features, size = (
+        config.hidden_size,
+        config.intermediate_size // tp_size,
+        config.head_dim,
+    )
     queries = config.num_attention_heads // tp_size * size
     keys = config.num_key_value_heads * kv_multiplier(config, tp_size) // tp_size * size
     attention = (queries + 2 * keys) * hidden + queries * hidden
@@ -80,23 +92,39 @@ def parameter_count(config: LlamaConfig, tp_size: int) -> int:
     mlp = 3 * hidden * features + (2 * features + hidden if config.mlp_bias else 0)
     tables = 1 if config.tie_word_embeddings else 2
     layer = attention + mlp + 2 * hidden  # and two norms
-    return config.num_hidden_layers * layer + tables * -(-config.vocab_size // tp_size) * hidden + hidden
+    return (
+        config.num_hidden_layers * layer
+        + tables * -(-config.vocab_size // tp_size) * hidden
+        + hidden
+    )
 
 
 class ParallelAttention(hf.LlamaAttention):
     """Self-attention over this rank's N/T heads: `[B, S, H] → [B, S, H]`, or `[S/T, B, H] → [S/T, B, H]`."""
 
-    def __init__(self, config: LlamaConfig, layer_idx: int, sequence_parallel_enabled: bool, use_flash_attention: bool):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer_idx: int,
+        sequence_parallel_enabled: bool,
+        use_flash_attention: bool,
+    ):
         super().__init__(config, layer_idx)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         tp_size = parallel_state.get_tensor_model_parallel_size()
         hidden, size = config.hidden_size, self.head_dim
         queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-        common = dict(bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled)
-        ensure_divisibility(config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks")
+        common = dict(
+            bias=config.attention_bias, sequence_parallel_enabled=sequence_parallel_enabled
+        )
+        ensure_divisibility(
+            config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
+        )
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
         if keys == queries:
-            self.qkv_proj = ColumnParallelLinear(hidden, 3 * queries, stride=3, gather_output=False, **common)
+            self.qkv_proj = ColumnParallelLinear(
+                hidden, 3 * queries, stride=3, gather_output=False, **common
+            )
         else:
             self.qkv_proj = GQAQKVColumnParallelLinear(
                 hidden, (queries, keys), gather_output=False, kv_size_multiplier=kv_multiplier(config, tp_size),
@@ -113,13 +141,19 @@ class ParallelAttention(hf.LlamaAttention):
         query, key = hf.apply_rotary_pos_emb(query, key, *position_embeddings)
         # Values lie between queries and keys, and a view of them would keep all three for backward.
         context = self.core_attn(query, key, value.contiguous(), attention_mask)
-        context = context.permute(2, 0, 1, 3) if self.sequence_parallel_enabled else context.transpose(1, 2)
+        context = (
+            context.permute(2, 0, 1, 3)
+            if self.sequence_parallel_enabled
+            else context.transpose(1, 2)
+        )
         return self.o_proj(context.flatten(2)), None
 
     def _by_head(self, features: torch.Tensor) -> torch.Tensor:
         """`[B, heads, S, D]` of `[B, S, features]`, or of `[S, B, features]` with sequence parallel."""
         heads = features.unflatten(-1, (-1, self.head_dim))
-        return heads.permute(1, 2, 0, 3) if self.sequence_parallel_enabled else heads.transpose(1, 2)
+        return (
+            heads.permute(1, 2, 0, 3) if self.sequence_parallel_enabled else heads.transpose(1, 2)
+        )
 
 
 class GatedActivation(nn.Module):
@@ -142,7 +176,9 @@ class ParallelMLP(hf.LlamaMLP):
         del self.gate_proj, self.up_proj, self.down_proj
         common = dict(bias=config.mlp_bias, sequence_parallel_enabled=sequence_parallel_enabled)
         hidden, features = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(hidden, 2 * features, stride=2, gather_output=False, **common)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, 2 * features, stride=2, gather_output=False, **common
+        )
         self.act_fn = GatedActivation(self.act_fn)
         self.down_proj = RowParallelLinear(features, hidden, input_is_parallel=True, **common)
 
@@ -153,9 +189,17 @@ class ParallelMLP(hf.LlamaMLP):
 class ParallelDecoderLayer(hf.LlamaDecoderLayer):
     """A transformer layer with its attention and feed-forward layer cut."""
 
-    def __init__(self, config: LlamaConfig, layer_idx: int, sequence_parallel_enabled: bool, use_flash_attention: bool):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer_idx: int,
+        sequence_parallel_enabled: bool,
+        use_flash_attention: bool,
+    ):
         super().__init__(config, layer_idx)
-        self.self_attn = ParallelAttention(config, layer_idx, sequence_parallel_enabled, use_flash_attention)
+        self.self_attn = ParallelAttention(
+            config, layer_idx, sequence_parallel_enabled, use_flash_attention
+        )
         self.mlp = ParallelMLP(config, sequence_parallel_enabled)
         self.input_layernorm = _norm(config, sequence_parallel_enabled)
         self.post_attention_layernorm = _norm(config, sequence_parallel_enabled)
@@ -172,15 +216,22 @@ class RotaryEmbedding(ExactFrequencies, hf.LlamaRotaryEmbedding):
 class LlamaModel(hf.LlamaModel):
     """Embedding, layers and the last norm; with sequence parallel what comes out is this rank's `[S/T, B, H]`."""
 
-    def __init__(self, config: LlamaConfig, sequence_parallel_enabled: bool, use_flash_attention: bool):
+    def __init__(
+        self, config: LlamaConfig, sequence_parallel_enabled: bool, use_flash_attention: bool
+    ):
         super().__init__(config)
-        self.sequence_parallel_enabled, self.use_flash_attention = sequence_parallel_enabled, use_flash_attention
+        self.sequence_parallel_enabled, self.use_flash_attention = (
+            sequence_parallel_enabled,
+            use_flash_attention,
+        )
         self.embed_tokens = ParallelEmbedding(
             config.vocab_size, config.hidden_size, config.pad_token_id, pad=True,
             sequence_parallel_enabled=sequence_parallel_enabled,
         )  # fmt: skip
         for index in range(config.num_hidden_layers):
-            self.layers[index] = ParallelDecoderLayer(config, index, sequence_parallel_enabled, use_flash_attention)
+            self.layers[index] = ParallelDecoderLayer(
+                config, index, sequence_parallel_enabled, use_flash_attention
+            )
         self.norm = _norm(config, sequence_parallel_enabled)
         self.rotary_emb = RotaryEmbedding(config)
 
@@ -188,7 +239,9 @@ class LlamaModel(hf.LlamaModel):
         length = input_ids.size(1)
         if self.sequence_parallel_enabled:
             ensure_divisibility(
-                length, parallel_state.get_tensor_model_parallel_size(), "sequence length over tensor-parallel ranks"
+                length,
+                parallel_state.get_tensor_model_parallel_size(),
+                "sequence length over tensor-parallel ranks",
             )
         hidden = None
         if attention_mask is not None or position_ids is not None or not self.use_flash_attention:
@@ -198,7 +251,9 @@ class LlamaModel(hf.LlamaModel):
         hidden_states = self.embed_tokens(input_ids)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=hidden, position_embeddings=position_embeddings)
+            hidden_states = layer(
+                hidden_states, attention_mask=hidden, position_embeddings=position_embeddings
+            )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
@@ -220,7 +275,12 @@ class LlamaForCausalLM(ShardedModel, hf.LlamaForCausalLM):
 
     _no_split_modules = ["ParallelDecoderLayer"]
 
-    def __init__(self, config: LlamaConfig, sequence_parallel_enabled: bool = False, use_flash_attention: bool = False):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        sequence_parallel_enabled: bool = False,
+        use_flash_attention: bool = False,
+    ):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         with torch.device("meta"):
             super().__init__(config)
@@ -241,7 +301,14 @@ class LlamaForCausalLM(ShardedModel, hf.LlamaForCausalLM):
         """How many tokens of a batch are predicted, which the loss is averaged over."""
         return count_targets(batch["labels"])
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, labels=None, num_items_in_batch=None):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        labels=None,
+        num_items_in_batch=None,
+    ):
         """The loss, and this rank's part of the logits: `[B, S, V/T]`, padding included.
 
         Args:

@@ -31,12 +31,20 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
 
 def _classes(mode: str) -> tuple[type[nn.Module], ...]:
     if mode not in CHECKPOINTED:
-        raise ValueError(f"activation checkpointing {mode!r} is not one of {', '.join(CHECKPOINTED)}")
+        raise ValueError(
+            f"activation checkpointing {mode!r} is not one of {', '.join(CHECKPOINTED)}"
+        )
     return CHECKPOINTED[mode]
 
 
 def saved_bytes(
-    config: LlamaConfig, batch: int, length: int, tp_size: int, sequence_parallel: bool, mode: str, itemsize: int = 2
+    config: LlamaConfig,
+    batch: int,
+    length: int,
+    tp_size: int,
+    sequence_parallel: bool,
+    mode: str,
+    itemsize: int = 2,
 ) -> dict[str, int]:
     """Bytes that one rank keeps of one layer in training, without the fused attention kernel.
 
@@ -56,7 +64,10 @@ def saved_bytes(
         return {"input of the layer": stream}
     heads = config.num_attention_heads // tp_size
     kv_heads = config.num_key_value_heads * kv_multiplier(config, tp_size) // tp_size
-    head, features = tokens * config.head_dim * itemsize, tokens * config.intermediate_size // tp_size * itemsize
+    head, features = (
+        tokens * config.head_dim * itemsize,
+        tokens * config.intermediate_size // tp_size * itemsize,
+    )
     matrix = heads * batch * length * length  # elements of the attention matrices
     found = {
         "inputs of the norms": 2 * stream,

@@ -81,10 +81,15 @@ class GQAQKVColumnParallelLinear(ShardedModule):
                 "gather_output=True and sequence_parallel_enabled=True exclude each other"
             )
         if len(output_sizes) != 2:
-            raise ValueError(f"output_sizes {output_sizes} are not two: of query, and of key and value")
+            raise ValueError(
+                f"output_sizes {output_sizes} are not two: of query, and of key and value"
+            )
         query, key = output_sizes
         ensure_positive(
-            input_size=input_size, query_size=query, key_size=key, kv_size_multiplier=kv_size_multiplier
+            input_size=input_size,
+            query_size=query,
+            key_size=key,
+            kv_size_multiplier=kv_size_multiplier,
         )
         parts = self._size
         ensure_divisibility(

@@ -2,7 +2,9 @@
 
 
 def __getattr__(name: str):
-    if name == "NeuronZero1Optimizer":  # when it is asked for: it imports the checkpoints, which import from here
+    if (
+        name == "NeuronZero1Optimizer"
+    ):  # when it is asked for: it imports the checkpoints, which import from here
         from .zero1 import NeuronZero1Optimizer
 
         return NeuronZero1Optimizer

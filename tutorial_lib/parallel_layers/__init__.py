@@ -9,9 +9,15 @@ from .layers import ParallelEmbedding as ParallelEmbedding
 from .layers import RowParallelLinear as RowParallelLinear
 from .loss_functions import parallel_cross_entropy as parallel_cross_entropy
 from .mappings import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
-from .mappings import gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region
-from .mappings import reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region
-from .mappings import scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region
+from .mappings import (
+    gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+)
+from .mappings import (
+    reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+)
+from .mappings import (
+    scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+)
 from .parallel_state import initialize_model_parallel as initialize_model_parallel
 from .random import get_xla_rng_tracker as get_xla_rng_tracker
 from .random import model_parallel_xla_manual_seed as model_parallel_xla_manual_seed

@@ -47,7 +47,12 @@ class Collective(NamedTuple):
         """
         n = self.group_size
         part = (n - 1) / n
-        factor = {"all_reduce": 2 * part, "reduce_scatter": part, "all_gather": n - 1, "broadcast": part}
+        factor = {
+            "all_reduce": 2 * part,
+            "reduce_scatter": part,
+            "all_gather": n - 1,
+            "broadcast": part,
+        }
         return factor[self.kind] * self.nbytes
 
 
@@ -129,7 +134,9 @@ def all_reduce_start(
         return Pending(torch.empty_like(tensor, memory_format=torch.contiguous_format))
     if not (reuse and tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return Pending(tensor, [dist.all_reduce(tensor, _OPS[op_type], group=axis.group, async_op=True)])
+    return Pending(
+        tensor, [dist.all_reduce(tensor, _OPS[op_type], group=axis.group, async_op=True)]
+    )
 
 
 def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> torch.Tensor:
@@ -175,7 +182,8 @@ def _all_gather_of_gloo(gathered: torch.Tensor, tensor: torch.Tensor, axis) -> l
     chunks = gathered.chunk(axis.size)
     chunks[axis.rank].copy_(tensor)
     return [
-        dist.broadcast(chunk, rank, group=axis.group, async_op=True) for chunk, rank in zip(chunks, axis.ranks)
+        dist.broadcast(chunk, rank, group=axis.group, async_op=True)
+        for chunk, rank in zip(chunks, axis.ranks)
     ]
 
 
@@ -222,7 +230,13 @@ def reduce_scatter_start(
 
         return Pending(
             xm.reduce_scatter(
-                reduce_type, tensor, scale, scatter_dim, axis.size, groups=axis.replica_groups, pin_layout=False
+                reduce_type,
+                tensor,
+                scale,
+                scatter_dim,
+                axis.size,
+                groups=axis.replica_groups,
+                pin_layout=False,
             )
         )
     if tensor.is_meta:
@@ -237,7 +251,11 @@ def reduce_scatter_start(
         if source.data_ptr() == tensor.data_ptr() and not reuse:
             source = source.clone()
         received = source.new_empty(source.size(0) // axis.size, *source.shape[1:])
-        works = [dist.reduce_scatter_tensor(received, source, _OPS[reduce_type], group=axis.group, async_op=True)]
+        works = [
+            dist.reduce_scatter_tensor(
+                received, source, _OPS[reduce_type], group=axis.group, async_op=True
+            )
+        ]
 
     def finish(result: torch.Tensor) -> torch.Tensor:
         if result.size(0) == source.size(0):
@@ -266,7 +284,11 @@ def _combine(op_type: str, chunks: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def reduce_scatter(
-    reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, scatter_dim: int = 0, groups: Groups = None
+    reduce_type: str,
+    tensor: torch.Tensor,
+    scale: float = 1.0,
+    scatter_dim: int = 0,
+    groups: Groups = None,
 ) -> torch.Tensor:
     """This rank's chunk, along `scatter_dim`, of the sum of `tensor` over the group, times `scale`.
 

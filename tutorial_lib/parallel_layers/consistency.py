@@ -40,7 +40,9 @@ def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]])
     )
     mine: dict[tuple[str, str], bytes] = {}
     for name, parameter in named:
-        values = parameter.detach().cpu()  # before it is cut: where work is traced, each shape would be compiled
+        values = (
+            parameter.detach().cpu()
+        )  # before it is cut: where work is traced, each shape would be compiled
         mine[name, "data"] = _digest(values)
         if not is_tensor_parallel(parameter):
             mine[name, "tensor"] = mine[name, "data"]

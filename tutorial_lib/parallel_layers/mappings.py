@@ -38,7 +38,9 @@ def _gather(x: torch.Tensor, dim: int, process_group: Group = None) -> torch.Ten
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, process_group: Group = None) -> torch.Tensor:
-    return x if _size(process_group) == 1 else comm.reduce_scatter("sum", x, 1.0, dim, process_group)
+    return (
+        x if _size(process_group) == 1 else comm.reduce_scatter("sum", x, 1.0, dim, process_group)
+    )
 
 
 class _CopyToRegion(Function):
@@ -117,25 +119,38 @@ class _ReduceScatterToRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _GatherToShardedRegion.apply(grad, ctx.dim, ctx.group).to(ctx.dtype), None, None, None
+        return (
+            _GatherToShardedRegion.apply(grad, ctx.dim, ctx.group).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(
+    x: torch.Tensor, process_group: Group = None
+) -> torch.Tensor:
     """forward: identity / backward: all-reduce."""
     return _CopyToRegion.apply(x, process_group)
 
 
-def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(
+    x: torch.Tensor, process_group: Group = None
+) -> torch.Tensor:
     """forward: all-reduce / backward: identity."""
     return _ReduceFromRegion.apply(x, process_group)
 
 
-def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+def scatter_to_tensor_model_parallel_region(
+    x: torch.Tensor, process_group: Group = None
+) -> torch.Tensor:
     """forward: keep this rank's chunk of the last dim / backward: all-gather along it."""
     return _ScatterToRegion.apply(x, -1, process_group)
 
 
-def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Group = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region(
+    x: torch.Tensor, process_group: Group = None
+) -> torch.Tensor:
     """forward: all-gather along the last dim / backward: keep this rank's chunk."""
     return _GatherFromRegion.apply(x, -1, process_group)
 

@@ -29,9 +29,7 @@ def get_padded_vocab_size(vocab_size: int, tp_degree: int, make_divisible_by: in
     Give the real size to the loss (`parallel_cross_entropy(…, vocab_size=…)`), and to
     `ParallelEmbedding(pad=True)`.
     """
-    ensure_positive(
-        vocab_size=vocab_size, tp_degree=tp_degree, make_divisible_by=make_divisible_by
-    )
+    ensure_positive(vocab_size=vocab_size, tp_degree=tp_degree, make_divisible_by=make_divisible_by)
     multiple = tp_degree * make_divisible_by
     return -(-vocab_size // multiple) * multiple
 

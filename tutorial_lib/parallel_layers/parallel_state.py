@@ -72,7 +72,9 @@ def initialize_model_parallel(
     """
     global _world
     if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group (or tutorial_lib.launch.init_distributed) first")
+        raise RuntimeError(
+            "call torch.distributed.init_process_group (or tutorial_lib.launch.init_distributed) first"
+        )
     groups = layout(
         dist.get_world_size(),
         tensor_model_parallel_size,
@@ -96,7 +98,10 @@ def initialize_model_parallel(
 
 def initialize_fallback_parallel_state() -> None:
     """A world of this process alone, so that layers work before (or without) `initialize_model_parallel`."""
-    warnings.warn("model parallelism is not initialised: falling back to the non-parallel equivalent", stacklevel=3)
+    warnings.warn(
+        "model parallelism is not initialised: falling back to the non-parallel equivalent",
+        stacklevel=3,
+    )
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
@@ -124,7 +129,8 @@ def model_parallel_is_initialized() -> bool:
 def mesh_is(groups: ParallelGroups) -> bool:
     """True if the axes exist and are these (what `initialize_model_parallel` gives with `mesh_only`)."""
     return model_parallel_is_initialized() and all(
-        _axes[name].replica_groups == replica_groups for name, replica_groups in zip(_MESH_AXES, groups)
+        _axes[name].replica_groups == replica_groups
+        for name, replica_groups in zip(_MESH_AXES, groups)
     )
 
 
@@ -156,7 +162,9 @@ def _add_axis(name: str, replica_groups: ReplicaGroups, group: ProcessGroup | No
 
 def _axis(name: str) -> _Axis:
     if not model_parallel_is_initialized():
-        raise RuntimeError("model parallelism is not initialised: call initialize_model_parallel on every rank first")
+        raise RuntimeError(
+            "model parallelism is not initialised: call initialize_model_parallel on every rank first"
+        )
     if name not in _axes:
         raise RuntimeError(f"the {name} group is not initialised")
     return _axes[name]
@@ -306,13 +314,17 @@ def get_expert_data_parallel_rank() -> int:
 # --- ranks that share a key/value head (grouped-query attention with fewer such heads than ranks) -----------------
 
 
-def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+def initialize_kv_group(
+    kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False
+) -> None:
     """Makes the groups of `arrange_kv_groups`; a second call with the same arguments keeps them.
 
     Raises:
         ValueError: see `arrange_kv_groups`; or groups of another arrangement exist (`destroy_kv_group` first).
     """
-    wanted = arrange_kv_groups(_axis("tp").replica_groups, kv_shared_group_size, sequential_ranks_in_group)
+    wanted = arrange_kv_groups(
+        _axis("tp").replica_groups, kv_shared_group_size, sequential_ranks_in_group
+    )
     if "kv" in _axes:
         if _axes["kv"].replica_groups != wanted:
             raise ValueError(

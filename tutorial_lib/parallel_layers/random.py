@@ -137,7 +137,10 @@ def get_xla_rng_tracker() -> XLARNGStatesTracker:
 def _replica() -> int:
     """The number of this rank among those that hold the same weights, over data and context parallelism."""
     cp = parallel_state.get_context_model_parallel_size()
-    return parallel_state.get_data_parallel_rank() * cp + parallel_state.get_context_model_parallel_rank()
+    return (
+        parallel_state.get_data_parallel_rank() * cp
+        + parallel_state.get_context_model_parallel_rank()
+    )
 
 
 def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False) -> None:

@@ -47,7 +47,9 @@ def layout(
         context_parallel_size,
         expert_model_parallel_size,
     )
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 1 for n in (*sizes, world_size)):
+    if not all(
+        isinstance(n, Integral) and not isinstance(n, bool) and n >= 1 for n in (*sizes, world_size)
+    ):
         raise ValueError(
             f"sizes must be whole numbers from 1 on: world {world_size!r}, tensor {tp!r}, "
             f"pipeline {pp!r}, context {cp!r}, expert {ep!r}"
@@ -108,7 +110,9 @@ def arrange_kv_groups(
     """
     tp = len(tp_groups[0])
     if kv_shared_group_size < 1 or tp % kv_shared_group_size:
-        raise ValueError(f"kv_shared_group_size {kv_shared_group_size} does not divide the tensor parallel size {tp}")
+        raise ValueError(
+            f"kv_shared_group_size {kv_shared_group_size} does not divide the tensor parallel size {tp}"
+        )
     shape = (-1, kv_shared_group_size) if sequential_ranks_in_group else (kv_shared_group_size, -1)
     result = []
     for ranks in tp_groups:

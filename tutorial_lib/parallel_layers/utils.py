@@ -20,7 +20,9 @@ def ensure_positive(**sizes: int) -> None:
 def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
     """Raises ValueError, naming both numbers, unless `denominator` divides `numerator`."""
     if denominator < 1 or numerator % denominator:
-        raise ValueError(f"{what + ': ' if what else ''}{numerator} is not divisible by {denominator}")
+        raise ValueError(
+            f"{what + ': ' if what else ''}{numerator} is not divisible by {denominator}"
+        )
 
 
 def divide(numerator: int, denominator: int, what: str = "") -> int:
@@ -35,7 +37,11 @@ def split_tensor_along_dim(
     """Equal chunks of `tensor` along `dim`: views; with `contiguous_split_chunks` copies where a
     view is not contiguous.
     """
-    size = divide(tensor.size(dim), num_partitions, f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}")
+    size = divide(
+        tensor.size(dim),
+        num_partitions,
+        f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}",
+    )
     chunks = torch.split(tensor, size, dim=dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
 
@@ -81,10 +87,14 @@ def set_tensor_model_parallel_attributes(
     Raises:
         ValueError: the parameter is marked already, and otherwise.
     """
-    values = dict(zip(TENSOR_PARALLEL_ATTRIBUTES, (is_parallel, dim, stride, num_partitions, rank_ordering)))
+    values = dict(
+        zip(TENSOR_PARALLEL_ATTRIBUTES, (is_parallel, dim, stride, num_partitions, rank_ordering))
+    )
     present = {name: getattr(tensor, name) for name in values if hasattr(tensor, name)}
     if present and present != values:
-        raise ValueError(f"the tensor of shape {tuple(tensor.shape)} is marked {present} already, not {values}")
+        raise ValueError(
+            f"the tensor of shape {tuple(tensor.shape)} is marked {present} already, not {values}"
+        )
     for name, value in values.items():
         setattr(tensor, name, value)
 
@@ -96,7 +106,9 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
             setattr(tensor, name, default)
 
 
-def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+def copy_tensor_model_parallel_attributes(
+    destination_tensor: torch.Tensor, source_tensor: torch.Tensor
+) -> None:
     """Copies every mark of `source_tensor` that it has."""
     for name in (*TENSOR_PARALLEL_ATTRIBUTES, *PARAMETER_MARKS):
         if hasattr(source_tensor, name):
@@ -152,7 +164,9 @@ def keep_ties_and_marks(model: nn.Module, change: Callable[[], object]) -> None:
 
     Every place that held one object holds one object again, with all attributes that it had.
     """
-    places: dict[int, list[tuple[dict, str]]] = {}  # tensor before: each table and name that holds it
+    places: dict[
+        int, list[tuple[dict, str]]
+    ] = {}  # tensor before: each table and name that holds it
     marks: dict[int, dict] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):

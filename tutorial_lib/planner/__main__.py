@@ -39,7 +39,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sequence-parallel", action=yes_or_no, help="cut norms and residuals along the sequence")
     add("--zero", action=yes_or_no, help="ZeRO-1: cut the optimizer over data-parallel ranks")
     add("--float32-gradients", action=yes_or_no, help="add gradients up in float32; needs --zero")
-    add("--checkpointing", help="what runs again: none, full or, by model, selective, selective+mlp")
+    add(
+        "--checkpointing", help="what runs again: none, full or, by model, selective, selective+mlp"
+    )
     add("--dtype", choices=DTYPES, help="of weights and activations")
     chosen = parser.parse_args(arguments)
     try:

@@ -75,9 +75,7 @@ def custom(text: str) -> Instance:
     if missing := sorted(known - {"link"} - set(given)):
         raise ValueError(f"instance {text!r} lacks {', '.join(missing)}")
     try:
-        values = {
-            name: (int if name == "cores" else float)(value) for name, value in given.items()
-        }
+        values = {name: (int if name == "cores" else float)(value) for name, value in given.items()}
     except ValueError as error:
         raise ValueError(f"instance {text!r}: {error}") from None
     return Instance("custom", **values)

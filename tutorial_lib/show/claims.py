@@ -33,7 +33,9 @@ class Claims:
         empty = {"results": {"parameters": plain(parameters), "metrics": []}, "claims": []}
         self._file.update(lambda content: (content.clear(), content.update(empty)))
 
-    def add(self, name: str, measured: Any, expected: Any, tolerance: float = 0.0, relation: str = "==") -> None:
+    def add(
+        self, name: str, measured: Any, expected: Any, tolerance: float = 0.0, relation: str = "=="
+    ) -> None:
         """Records that `measured` is `expected`, to an absolute `tolerance`. The same name again replaces a claim.
 
         Args:
@@ -53,19 +55,29 @@ class Claims:
         measured, expected = plain(measured), plain(expected)
         numbers = all(isinstance(value, Real) for value in (measured, expected))
         if not numbers and (tolerance or relation != "=="):
-            raise ValueError(f"{measured!r} and {expected!r} are not numbers: they can only be equal, with tolerance 0")
+            raise ValueError(
+                f"{measured!r} and {expected!r} are not numbers: they can only be equal, with tolerance 0"
+            )
         if relation != "==":
             passed = _COMPARE[relation](measured, expected)
         elif numbers:
             passed = measured == expected or abs(measured - expected) <= tolerance
         else:
             passed = measured == expected
-        claim = {"name": name, "measured": measured, "expected": expected, "tolerance": tolerance, "passed": passed}
+        claim = {
+            "name": name,
+            "measured": measured,
+            "expected": expected,
+            "tolerance": tolerance,
+            "passed": passed,
+        }
         self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
         claims = list(self._claims.values())
         self._file.update(lambda content: content.update(claims=claims))
         if not passed and not only_compiles():
-            distance = f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
+            distance = (
+                f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
+            )
             wanted = _expectation(self._claims[name])
             raise ClaimError(f"{name}: measured {text(measured)}, expected {wanted}{distance}")
 
@@ -77,7 +89,12 @@ class Claims:
         """Every claim so far."""
         failing = "only compiled" if only_compiles() else "FAILS"
         rows = [
-            [claim["name"], text(claim["measured"]), _expectation(claim), "holds" if claim["passed"] else failing]
+            [
+                claim["name"],
+                text(claim["measured"]),
+                _expectation(claim),
+                "holds" if claim["passed"] else failing,
+            ]
             for claim in self._claims.values()
         ]
         failed = {row for row, claim in enumerate(self._claims.values()) if not claim["passed"]}
@@ -85,5 +102,9 @@ class Claims:
 
 
 def _expectation(claim: dict) -> str:
-    tolerance = f" ± {claim['tolerance']:g}" if claim["tolerance"] and math.isfinite(claim["tolerance"]) else ""
+    tolerance = (
+        f" ± {claim['tolerance']:g}"
+        if claim["tolerance"] and math.isfinite(claim["tolerance"])
+        else ""
+    )
     return f"{_RELATIONS[claim.get('relation', '==')]}{text(claim['expected'])}{tolerance}"

@@ -35,7 +35,11 @@ def check(
 
 
 def verdict(
-    found: Any, expected: Any, tolerance: float = 0.0, mistakes: Mapping[str, Any] | None = None, by_rank: bool = False
+    found: Any,
+    expected: Any,
+    tolerance: float = 0.0,
+    mistakes: Mapping[str, Any] | None = None,
+    by_rank: bool = False,
 ) -> str:
     """The text of `check`."""
     answers = found if by_rank else [found]

@@ -28,7 +28,12 @@ class Picture:
     def _repr_png_(self) -> tuple[bytes, dict]:
         target = io.BytesIO()
         self.figure.savefig(
-            target, format="png", dpi=DPI, bbox_inches="tight", facecolor="white", metadata={"Software": None}
+            target,
+            format="png",
+            dpi=DPI,
+            bbox_inches="tight",
+            facecolor="white",
+            metadata={"Software": None},
         )
         # The width is in the PNG's header, at byte 16.
         return target.getvalue(), {"width": int.from_bytes(target.getvalue()[16:20], "big") // 2}
@@ -71,22 +76,43 @@ def mesh_grid(tp_groups: Sequence[Sequence[int]], dp_groups: Sequence[Sequence[i
     axes.axis("off")
     for row, group in enumerate(tp_groups):
         band = FancyBboxPatch(
-            (0.06, row + 0.1), columns - 0.12, 0.8, boxstyle="round,pad=0,rounding_size=0.1", fc="#f2f2f2", ec="none"
+            (0.06, row + 0.1),
+            columns - 0.12,
+            0.8,
+            boxstyle="round,pad=0,rounding_size=0.1",
+            fc="#f2f2f2",
+            ec="none",
         )
         axes.add_patch(band)
         ranks = f"[{group[0]}, …, {group[-1]}]" if wide else list(group)
-        axes.text(-0.05, row + 0.5, f"tensor-parallel group\n{ranks}", ha="right", va="center", fontsize=8, color=INK)
+        axes.text(
+            -0.05,
+            row + 0.5,
+            f"tensor-parallel group\n{ranks}",
+            ha="right",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
         for rank in group:
             column = next(i for i, ranks in enumerate(dp_groups) if rank in ranks)
             fill = colour(column)
             box = FancyBboxPatch(
-                (column + 0.16, row + 0.2), 0.68, 0.6, boxstyle="round,pad=0,rounding_size=0.08", fc=fill, ec="none"
+                (column + 0.16, row + 0.2),
+                0.68,
+                0.6,
+                boxstyle="round,pad=0,rounding_size=0.08",
+                fc=fill,
+                ec="none",
             )
             axes.add_patch(box)
             name = str(rank) if wide else f"rank {rank}"
             place = dict(ha="center", va="center", color=_ink_on(fill), fontsize=10, weight="bold")
             axes.text(column + 0.5, row + 0.5, name, **place)
-    labels = {column + 0.5: f"data-parallel group\n{list(group)}" for column, group in enumerate(dp_groups)}
+    labels = {
+        column + 0.5: f"data-parallel group\n{list(group)}"
+        for column, group in enumerate(dp_groups)
+    }
     if wide:
         labels = {columns / 2: "data-parallel groups: the columns"}
     for x, label in labels.items():
@@ -108,7 +134,9 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
         if dim % 2:
             x, y, w, h = part * width / parts, 0, width / parts, height
         axes.add_patch(Rectangle((x, y), w, h, fc=colour(part), ec="white", lw=1.5))
-        place = dict(ha="center", va="center", color=_ink_on(colour(part)), fontsize=8, weight="bold")
+        place = dict(
+            ha="center", va="center", color=_ink_on(colour(part)), fontsize=8, weight="bold"
+        )
         axes.text(x + w / 2, y + h / 2, f"rank {part}", **place)
     piece = (rows, columns // parts) if dim % 2 else (rows // parts, columns)
     axes.text(width / 2, -0.05, f"{columns:,}", ha="center", va="bottom", fontsize=8)
@@ -119,13 +147,18 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
 
 
 def curves(
-    series: Mapping[str, Sequence[float]], ylabel: str = "loss", xlabel: str = "step", title: str = ""
+    series: Mapping[str, Sequence[float]],
+    ylabel: str = "loss",
+    xlabel: str = "step",
+    title: str = "",
 ) -> Picture:
     """A line for each series over its steps, from 1. The later of two that coincide is dashed, so that both show."""
     figure, (axes,) = _axes(2.8, title=title)
     for index, (name, values) in enumerate(series.items()):
         style = "-" if index == 0 else (0, (4, 2 + index))
-        axes.plot(range(1, len(values) + 1), values, color=colour(index), ls=style, lw=2, label=name)
+        axes.plot(
+            range(1, len(values) + 1), values, color=colour(index), ls=style, lw=2, label=name
+        )
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -152,7 +185,12 @@ def bars(
     figure, panels = _axes(2.3, len(measured), sharey=True)
     figure.suptitle(title, fontsize=10)
     for axes, (name, values) in zip(panels, measured.items()):
-        axes.bar(range(len(values)), values, color=[colour(rank) for rank in range(len(values))], width=0.7)
+        axes.bar(
+            range(len(values)),
+            values,
+            color=[colour(rank) for rank in range(len(values))],
+            width=0.7,
+        )
         for rank, value in enumerate(expected[name] if expected else []):
             label = "formula" if axes is panels[0] and rank == 0 else None
             axes.plot([rank - 0.45, rank + 0.45], [value, value], color=INK, lw=1.6, label=label)
@@ -162,14 +200,18 @@ def bars(
             axes.set_xlabel("rank", fontsize=8)
         if nbytes:
             highest = max(map(max, [*measured.values(), *(expected or {}).values()]))
-            axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(highest, 1) / 5))))
+            axes.yaxis.set_major_locator(
+                MultipleLocator(2 ** math.ceil(math.log2(max(highest, 1) / 5)))
+            )
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     if expected:
         panels[0].legend(frameon=False, fontsize=8)
     return Picture(figure)
 
 
-def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token") -> Picture:
+def strips(
+    rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabel: str = "token"
+) -> Picture:
     """For each name a row of pieces from the left, `(number, length)`: a colour for each number."""
     figure, (axes,) = _axes(0.8 + 0.26 * len(rows), title=title)
     numbers = list(dict.fromkeys(number for row in rows.values() for number, _ in row))
@@ -180,7 +222,15 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "", xlabe
             axes.barh(place, length, left=left, height=0.74, color=fill, edgecolor="white", lw=1.2)
             if length > 0.05 * whole:
                 middle = left + length / 2
-                axes.text(middle, place, str(number), ha="center", va="center", fontsize=8, color=_ink_on(fill))
+                axes.text(
+                    middle,
+                    place,
+                    str(number),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=_ink_on(fill),
+                )
             left += length
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_yticks(range(len(rows)), list(rows))
@@ -195,13 +245,24 @@ def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = 
     left = dict.fromkeys(rows, 0.0)
     for index, part in enumerate(parts):
         values = [row.get(part, 0) for row in rows.values()]
-        axes.barh(list(rows), values, left=list(left.values()), height=0.7, color=colour(index), label=part)
+        axes.barh(
+            list(rows),
+            values,
+            left=list(left.values()),
+            height=0.7,
+            color=colour(index),
+            label=part,
+        )
         left = {name: left[name] + value for name, value in zip(rows, values)}
     axes.axvline(limit, color=INK, lw=1.6)
-    axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(limit, *left.values()) / 8))))
+    axes.xaxis.set_major_locator(
+        MultipleLocator(2 ** math.ceil(math.log2(max(limit, *left.values()) / 8)))
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=8, ncols=len(parts), loc="upper center", bbox_to_anchor=(0.4, -0.12))
+    axes.legend(
+        frameon=False, fontsize=8, ncols=len(parts), loc="upper center", bbox_to_anchor=(0.4, -0.12)
+    )
     return Picture(figure)
 
 

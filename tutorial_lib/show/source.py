@@ -8,7 +8,6 @@ import textwrap
 import tokenize
 from typing import Any
 
-
 _DOCUMENTED = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Module)
 
 
@@ -43,7 +42,11 @@ def diff(ours: type, theirs: type, context: int = 2) -> Code:
         pairs = [(theirs, ours)]
     lines = []
     for before, after in pairs:
-        old = _bare(textwrap.dedent(inspect.getsource(before))).splitlines() if before is not None else []
+        old = (
+            _bare(textwrap.dedent(inspect.getsource(before))).splitlines()
+            if before is not None
+            else []
+        )
         new = _bare(textwrap.dedent(inspect.getsource(after))).splitlines()
         changes = difflib.unified_diff(old, new, n=context, lineterm="")
         hunks = [line for line in changes if not line.startswith(("---", "+++"))]

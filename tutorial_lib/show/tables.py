@@ -27,14 +27,20 @@ class Table:
         self.caption, self.marked = caption, marked
         self.columns = [str(column) for column in columns]
         self.rows = [list(row) for row in zip(*map(texts, zip(*rows)))]
-        self._right = [bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows) for i in range(len(columns))]
+        self._right = [
+            bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows)
+            for i in range(len(columns))
+        ]
 
     def __repr__(self) -> str:
         lines = [self.columns, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         drawn = []
         for number, line in enumerate(lines):
-            cells = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, self._right)]
+            cells = [
+                c.rjust(w) if right else c.ljust(w)
+                for c, w, right in zip(line, widths, self._right)
+            ]
             drawn.append(("  ".join(cells) + ("  ◀" if number - 1 in self.marked else "")).rstrip())
         drawn.insert(1, "  ".join("─" * width for width in widths))
         return "\n".join(([self.caption] if self.caption else []) + drawn)
@@ -44,7 +50,9 @@ class Table:
             drawn = []
             for cell, right in zip(cells, self._right):
                 shown = f"<b>{html.escape(cell)}</b>" if marked else html.escape(cell)
-                side = "right" if right else "left"  # the attribute is for GitHub, the style for JupyterLab
+                side = (
+                    "right" if right else "left"
+                )  # the attribute is for GitHub, the style for JupyterLab
                 drawn.append(f'<{tag} align="{side}" style="text-align: {side}">{shown}</{tag}>')
             return f"<tr>{''.join(drawn)}{'<td><b>◀</b></td>' if marked else ''}</tr>"
 
@@ -77,7 +85,11 @@ def texts(values: Sequence[Any]) -> list[str]:
     """
     values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     shown = [text(value) for value in values]
-    fractions = [i for i, value in enumerate(values) if isinstance(value, float) and value and math.isfinite(value)]
+    fractions = [
+        i
+        for i, value in enumerate(values)
+        if isinstance(value, float) and value and math.isfinite(value)
+    ]
     if any("e" in shown[i] for i in fractions):
         return shown
     decimals = max((len(shown[i].partition(".")[2]) for i in fractions), default=0)
@@ -111,7 +123,9 @@ def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
     """
     sizes = {len(ranks) for ranks in values.values()}
     if len(sizes) != 1:
-        raise ValueError(f"every quantity needs one value for each rank, got {sorted(sizes)} values")
+        raise ValueError(
+            f"every quantity needs one value for each rank, got {sorted(sizes)} values"
+        )
     (count,) = sizes
     rows, marked = [], set()
     for name, found in values.items():
@@ -125,11 +139,15 @@ def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
     return Table(["", *(f"rank {rank}" for rank in range(count)), ""], rows, caption, marked)
 
 
-def compare(rows: Mapping[str, tuple[float | None, float]], unit: str = "", caption: str = "") -> Table:
+def compare(
+    rows: Mapping[str, tuple[float | None, float]], unit: str = "", caption: str = ""
+) -> Table:
     """`measured | expected | ratio` for each named pair; a measurement of None is one that this machine cannot make."""
     suffix = f" [{unit}]" if unit else ""
     lines = []
     for name, (measured, expected) in rows.items():
         ratio = None if measured is None or not expected else f"{measured / expected:.4f}"
         lines.append([name, measured, expected, ratio])
-    return Table(["", f"measured{suffix}", f"expected{suffix}", "measured / expected"], lines, caption)
+    return Table(
+        ["", f"measured{suffix}", f"expected{suffix}", "measured / expected"], lines, caption
+    )

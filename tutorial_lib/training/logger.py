@@ -34,7 +34,11 @@ class Logger:
                 flush=True,
             )
         if self._writer is not None:
-            scalars = {"step loss": step.loss, "learning rate": step.learning_rate, "throughput": step.throughput}
+            scalars = {
+                "step loss": step.loss,
+                "learning rate": step.learning_rate,
+                "throughput": step.throughput,
+            }
             if step.grad_norm is not None:
                 scalars["grad-norm"] = step.grad_norm
             for name, value in scalars.items():

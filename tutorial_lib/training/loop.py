@@ -47,7 +47,9 @@ def accumulate_gradients(model: nn.Module, micro_batches: list[dict]) -> torch.T
         raise ValueError("a step needs at least one micro-batch")
     dp_group = parallel_state.get_data_parallel_group()
     dp_size = parallel_state.get_data_parallel_size()
-    totals = comm.all_reduce("sum", sum(model.count_targets(batch) for batch in micro_batches), dp_group)
+    totals = comm.all_reduce(
+        "sum", sum(model.count_targets(batch) for batch in micro_batches), dp_group
+    )
     loss = 0.0
     for batch in micro_batches:
         share = model(**batch, num_items_in_batch=totals).loss
@@ -114,7 +116,9 @@ def train(
             )
         if meter is None:
             sequences = next(iter(micro_batches[0].values())).size(0)
-            meter = Throughput(sequences, parallel_state.get_data_parallel_size(), gradient_accumulation_steps)
+            meter = Throughput(
+                sequences, parallel_state.get_data_parallel_size(), gradient_accumulation_steps
+            )
         learning_rate = float(optimizer.param_groups[0]["lr"])
         loss = accumulate_gradients(model, micro_batches)
         optimizer.step()

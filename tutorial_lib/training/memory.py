@@ -36,7 +36,9 @@ def require_memory(
         where = f"are free for each of {local_ranks} ranks here"
     if bytes_per_rank > available:
         message = f"a rank needs at least {bytes_per_rank:,} bytes, and {available:,} {where}"
-        raise ValueError(message if report is None else f"{message}. What it would be:\n\n{report()}")
+        raise ValueError(
+            message if report is None else f"{message}. What it would be:\n\n{report()}"
+        )
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -128,7 +130,9 @@ class SavedActivations:
         key = self._memory(tensor)
         if key not in self._held and key not in self._found:
             self._found[key] = Saved(tuple(tensor.shape), tensor.dtype, self._size(tensor))
-        return tensor.detach()  # an output that refers to its graph would keep it, and itself, for ever
+        return (
+            tensor.detach()
+        )  # an output that refers to its graph would keep it, and itself, for ever
 
     @staticmethod
     def _memory(tensor: torch.Tensor) -> object:

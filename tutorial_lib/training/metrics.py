@@ -1,7 +1,7 @@
 """`results.json`: what a run was asked to do and what it measured, in the form of the tutorials' training scripts.
 
-    {"results": {"parameters": {…},
-                 "metrics": [{"MetricName", "MeasuredValue", "Units", "Timestamp", "AdditionalData"}]}}
+{"results": {"parameters": {…},
+             "metrics": [{"MetricName", "MeasuredValue", "Units", "Timestamp", "AdditionalData"}]}}
 """
 
 import fcntl

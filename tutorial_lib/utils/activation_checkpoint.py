@@ -40,7 +40,9 @@ def checkpoint_wrapper(
         ValueError: the reentrant implementation.
     """
     if checkpoint_impl is not CheckpointImpl.NO_REENTRANT:
-        raise ValueError(f"checkpoint_impl {checkpoint_impl} is not supported, only {CheckpointImpl.NO_REENTRANT}")
+        raise ValueError(
+            f"checkpoint_impl {checkpoint_impl} is not supported, only {CheckpointImpl.NO_REENTRANT}"
+        )
     return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
 
 
@@ -50,4 +52,6 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
 ) -> None:
     """Wraps each module inside `model` that `check_fn` picks, in place; not `model` itself."""
-    torch_wrapper.apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn)
+    torch_wrapper.apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn
+    )

@@ -42,7 +42,9 @@ def start(timeout: float = 60.0) -> None:
     if _mesh is not None:
         raise RuntimeError("XLA between CPU processes is started already: stop() comes first")
     if not dist.is_initialized():
-        raise RuntimeError("XLA between CPU processes needs a process group: call init_process_group first")
+        raise RuntimeError(
+            "XLA between CPU processes needs a process group: call init_process_group first"
+        )
     from .mesh import Mesh
 
     _mesh = Mesh(dist.get_rank(), dist.get_world_size(), timeout)
@@ -112,7 +114,9 @@ def hlo_text(graph: int = -1) -> str:
 
 def _started():
     if _mesh is None:
-        raise RuntimeError("XLA between CPU processes is not started: init_distributed('xla') does it")
+        raise RuntimeError(
+            "XLA between CPU processes is not started: init_distributed('xla') does it"
+        )
     return _mesh
 
 

@@ -77,7 +77,10 @@ class Client:
         self._service = None
         if self._rank == 0:
             self._service = _jax.get_distributed_runtime_service(
-                address[0], self._world_size, cluster_register_timeout=seconds, shutdown_timeout=seconds
+                address[0],
+                self._world_size,
+                cluster_register_timeout=seconds,
+                shutdown_timeout=seconds,
             )
         # Recoverable: the service does not end the other processes if one of them is lost. They find out by themselves,
         # with an exception rather than an abort. Only the loss of rank 0 ends all.
@@ -88,10 +91,15 @@ class Client:
         self._store.connect()
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=self._store, hostname=None if interface else host, interface=interface
+            distributed_client=self._store,
+            hostname=None if interface else host,
+            interface=interface,
         )
         self._client = xla_client.make_cpu_client(
-            distributed_client=self._store, node_id=self._rank, num_nodes=self._world_size, collectives=collectives
+            distributed_client=self._store,
+            node_id=self._rank,
+            num_nodes=self._world_size,
+            collectives=collectives,
         )
 
     def close(self) -> None:
@@ -104,7 +112,9 @@ class Client:
                 self._store.key_value_set(f"closed/{self._rank}", "")
                 if self._rank == 0:
                     for rank in range(self._world_size):
-                        self._store.blocking_key_value_get(f"closed/{rank}", int(self._timeout * 1000))
+                        self._store.blocking_key_value_get(
+                            f"closed/{rank}", int(self._timeout * 1000)
+                        )
             except _jax.XlaRuntimeError as error:
                 warnings.warn(f"not every rank has disconnected: {error}", stacklevel=2)
         self._store.shutdown()
@@ -131,7 +141,9 @@ class Client:
             RuntimeError: a peer ended, or did not run its graph within the time-out; and from then on.
         """
         if self.broken:
-            raise RuntimeError(f"the ranks are out of step since an earlier error, start them anew: {self.broken}")
+            raise RuntimeError(
+                f"the ranks are out of step since an earlier error, start them anew: {self.broken}"
+            )
         graph = self._graph(tensors)
         _, parameters = _XLAC._get_tensors_xla_device_data_node(tensors)
         if any(map(_XLAC._is_placecholder, parameters)):  # spelled so in torch-xla
@@ -141,16 +153,24 @@ class Client:
             )
         _XLAC._xla_wait_device_ops([])
         arguments = [
-            _jax.dlpack_managed_tensor_to_buffer(_XLAC._to_dlpack(p), self._device, None) for p in parameters
+            _jax.dlpack_managed_tensor_to_buffer(_XLAC._to_dlpack(p), self._device, None)
+            for p in parameters
         ]
         try:
             outputs = self._wait_for(graph.executable, arguments)
         except (FutureTimeout, _jax.XlaRuntimeError) as error:
-            what = str(error) or f"not all ranks ran their step within {self._timeout:g} s; did one of them raise?"
+            what = (
+                str(error)
+                or f"not all ranks ran their step within {self._timeout:g} s; did one of them raise?"
+            )
             self.broken = what
-            raise RuntimeError(f"rank {self._rank} of {self._world_size} could not finish its step: {what}") from error
+            raise RuntimeError(
+                f"rank {self._rank} of {self._world_size} could not finish its step: {what}"
+            ) from error
         assert len(outputs) == len(tensors), f"{len(outputs)} results for {len(tensors)} tensors"
-        return [_XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(output)) for output in outputs]
+        return [
+            _XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(output)) for output in outputs
+        ]
 
     def _wait_for(self, executable, arguments: list) -> list:
         """Runs in a thread: XLA gives a collective no time-out, and a thread can be left to wait alone."""
@@ -158,7 +178,9 @@ class Client:
 
         def execute():
             try:
-                results = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+                results = executable.execute_sharded(
+                    arguments
+                ).disassemble_into_single_device_arrays()
                 outputs = [arrays[0] for arrays in results]
                 for output in outputs:
                     output.block_until_ready()

@@ -78,7 +78,10 @@ class Compiler:
             entry.parent.mkdir(parents=True, exist_ok=True)
             locks = os.open(entry.parent / "locks", os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            warnings.warn(f"no rank can wait for another's compilation, so each compiles: {error}", stacklevel=2)
+            warnings.warn(
+                f"no rank can wait for another's compilation, so each compiles: {error}",
+                stacklevel=2,
+            )
             yield
             return
         # One byte of one file for each graph: a file each would have to be removed, by whom?
@@ -90,7 +93,10 @@ class Compiler:
                 if time.monotonic() - spoken > _HEARTBEAT:
                     spoken = time.monotonic()
                     seconds = spoken - began
-                    print(f"rank {self._rank}: another rank compiles this graph, for {seconds:.0f} s now", flush=True)
+                    print(
+                        f"rank {self._rank}: another rank compiles this graph, for {seconds:.0f} s now",
+                        flush=True,
+                    )
             yield
         finally:
             os.close(locks)
@@ -102,9 +108,13 @@ class Compiler:
             content = entry.read_bytes()
             if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
                 raise ValueError(f"its {len(content)} bytes are not those that were written")
-            executable = self._client.deserialize_executable(content[_DIGEST:], self._devices, self._options)
+            executable = self._client.deserialize_executable(
+                content[_DIGEST:], self._devices, self._options
+            )
         except (OSError, ValueError, _jax.XlaRuntimeError) as error:
-            warnings.warn(f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2)
+            warnings.warn(
+                f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2
+            )
             return None
         self.cache_hits += 1
         return executable
@@ -121,7 +131,9 @@ class Compiler:
                 partial.unlink(missing_ok=True)  # on a full disk above all
                 raise
         except OSError as error:
-            warnings.warn(f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2)
+            warnings.warn(
+                f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2
+            )
 
 
 def _take(file: int, place: int) -> bool:
@@ -139,4 +151,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+    )

@@ -15,7 +15,9 @@ class Mesh:
     """This process's place among the processes that run their graphs together."""
 
     def __init__(self, rank: int, world_size: int, timeout: float):
-        device = torch_xla.device()  # before the first backward() of the process, or autograd has no queue for it
+        device = (
+            torch_xla.device()
+        )  # before the first backward() of the process, or autograd has no queue for it
         self._fence = saved.AutogradFence(device)
         self.client = Client(rank, world_size, timeout)
         self._guard = Guard()
@@ -27,7 +29,9 @@ class Mesh:
         xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
 
     def close(self) -> None:
-        if self._guard.is_closed():  # nobody will run these collectives now, and torch-xla would do it alone
+        if (
+            self._guard.is_closed()
+        ):  # nobody will run these collectives now, and torch-xla would do it alone
             tensors.drop_rest(str(torch_xla.device()))
         _XLAC._xla_step_marker = self._own_step_marker
         xr._WORLD_SIZE, xr._ORDINAL = self._own_world
@@ -36,7 +40,9 @@ class Mesh:
         self._guard.remove()
         self.client.close()
 
-    def _step_marker(self, device: str, devices: list[str], wait: bool = True, reset_scope: bool = True) -> None:
+    def _step_marker(
+        self, device: str, devices: list[str], wait: bool = True, reset_scope: bool = True
+    ) -> None:
         """In place of torch-xla's, which all of its ways to end a step come down to."""
         self.run_pending(device)
         # Nothing is left to run. This ends the step for torch-xla: the next random seed, a new chain of collectives.

@@ -18,7 +18,9 @@ _XLAC = torch_xla._XLAC
 COLLECTIVES = [
     name
     for name in dir(_XLAC)
-    if re.match(r"_xla_(all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)", name)
+    if re.match(
+        r"_xla_(all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)", name
+    )
 ]
 _IN_TEXT = re.compile(
     r"xla::(cross_replica_sum|all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)"
@@ -46,7 +48,9 @@ class Guard:
         # xm.all_reduce over all ranks goes through the dispatcher, which would bypass the replacement above.
         self._library = torch.library.Library("_c10d_functional", "IMPL")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="Warning only once for all operators", category=UserWarning
+            )
             self._library.impl("all_reduce", _all_reduce_of_all, "XLA", allow_override=True)
 
         self._process_groups = torch.library.Library("c10d", "IMPL")
@@ -86,7 +90,9 @@ class Guard:
         def read(*args, **kwargs):
             if _XLAC._get_allow_execution():
                 return function(*args, **kwargs)
-            tensors = [t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"]
+            tensors = [
+                t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"
+            ]
             if not tensors:
                 return function(*args, **kwargs)
             _check(tensors)
@@ -113,16 +119,24 @@ def _read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     if name in ("__getitem__", "__setitem__"):
         tensor, index, *value = args
         # How many values a mask selects is a size, which the host has to know.
-        parts = [part for part in (index if isinstance(index, tuple) else [index]) if isinstance(part, torch.Tensor)]
+        parts = [
+            part
+            for part in (index if isinstance(index, tuple) else [index])
+            if isinstance(part, torch.Tensor)
+        ]
         masks = [part for part in parts if part.dtype in (torch.bool, torch.uint8)]
-        return masks + [t for t in value if isinstance(t, torch.Tensor) and tensor.device.type != "xla"]
+        return masks + [
+            t for t in value if isinstance(t, torch.Tensor) and tensor.device.type != "xla"
+        ]
     if name.startswith("_xla"):
         return list(args[0] if args else kwargs["tensors"])
     return [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
 
 
 def _check(tensors: list[torch.Tensor]) -> None:
-    pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors)) if needed]
+    pending = [
+        t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors)) if needed
+    ]
     if pending and _IN_TEXT.search(_XLAC._get_xla_tensors_text(pending)):
         shapes = ", ".join(str(tuple(t.shape)) for t in pending)
         raise RuntimeError(

@@ -85,7 +85,9 @@ def saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     while todo:
         node = todo.pop()
         for name in dir(node):
-            if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
+            if name == "saved_tensors" or (
+                name.startswith("_saved_") and not name.startswith("_saved_self_sym")
+            ):
                 try:
                     value = getattr(node, name)
                 except RuntimeError:  # backward has run and freed it, or it is packed

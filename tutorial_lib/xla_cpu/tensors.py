@@ -33,7 +33,9 @@ class LiveTensors:
     """
 
     def __init__(self):
-        self._old: dict[int, weakref.ref] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
+        self._old: dict[
+            int, weakref.ref
+        ] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
         gc.collect()
         self._note(gc.get_objects())
         gc.freeze()  # modules, functions, …: half a million objects that no later collection has to look at
@@ -74,7 +76,9 @@ class LiveTensors:
         try:
             found = [(key, reference, reference()) for key, reference in self._old.items()]
             self._old = {key: reference for key, reference, tensor in found if tensor is not None}
-            alive = [tensor for *_, tensor in found if tensor is not None and tensor._use_count() > 0]
+            alive = [
+                tensor for *_, tensor in found if tensor is not None and tensor._use_count() > 0
+            ]
             for tensor in alive:
                 tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
             return alive
@@ -117,12 +121,16 @@ def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> tuple
             _add(pending, seen, saved_for_backward([t for ts in pending.values() for t in ts]))
     all_found = len(pending) == count_pending(device)
     functional = filter(torch._is_functional_tensor, seen.values())
-    return dict(sorted(pending.items())), {torch._C._storage_id(t) for t in functional if all_found or _is_whole(t)}
+    return dict(sorted(pending.items())), {
+        torch._C._storage_id(t) for t in functional if all_found or _is_whole(t)
+    }
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a functional tensor is all of its storage, as it lies there. A parameter is a `detach` of what it is made of."""
-    return all(isinstance(step, _WHOLE) for step in _functionalization.get_view_meta_sequence(tensor))
+    return all(
+        isinstance(step, _WHOLE) for step in _functionalization.get_view_meta_sequence(tensor)
+    )
 
 
 def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> None:
@@ -132,7 +140,9 @@ def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> 
             seen[id(tensor)] = tensor
             new.append(tensor)
     new.sort(key=_first_id)
-    ids = [_XLAC._xla_get_tensor_id(tensor) for tensor in new]  # this brings views up to date, which gives new ones
+    ids = [
+        _XLAC._xla_get_tensor_id(tensor) for tensor in new
+    ]  # this brings views up to date, which gives new ones
     for tensor, number, needed in zip(new, ids, _XLAC._check_tensor_need_materialization(new)):
         if needed:
             pending[number].append(tensor)
