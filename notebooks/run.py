@@ -104,7 +104,7 @@ def execute(
 
 def claims_of(notebook: Path, parameters: dict[str, object], since: float) -> str:
     """How many claims the run that began at `since` made and how many of them hold."""
-    from tutorial_lib.paths import resolve
+    from tutorial_lib.lab.paths import resolve
 
     output_dir = {**parameters_of(notebook), **parameters}.get("output_dir")
     results = resolve(output_dir) / "results.json" if output_dir else None

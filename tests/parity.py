@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tutorial_lib.launch import mark_step
+from tutorial_lib.backends import mark_step
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 
 import pytest
 
-from tutorial_lib.launch import rank_environment
+from tutorial_lib.backends import rank_environment
 
 needs_xla = pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"

@@ -7,9 +7,9 @@ import tempfile
 import torch
 
 from tutorial_lib.checkpoint import save_checkpoint
+from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 from tutorial_lib.parallel_layers import comm
-from tutorial_lib.runs import Run
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, BertForPreTraining, LlamaConfig, ViTConfig
 
-from tutorial_lib.dry_run import dry_run, dry_world, main
+from tutorial_lib.lab.plan.dry_run import dry_run, dry_world, main
+from tutorial_lib.lab.plan.runs import TUTORIALS, Run
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.sharding import partition_of
-from tutorial_lib.runs import TUTORIALS, Run
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 

@@ -15,12 +15,12 @@ import pytest
 from nbclient.exceptions import DeadKernelError
 
 from tests.notebook import Notebook, Traces, write
-from tutorial_lib.launch import check_backend
-from tutorial_lib.mesh import Mesh, reaper
-from tutorial_lib.mesh.report import as_shown, by_rank, describe_failure
+from tutorial_lib.backends import check_backend
+from tutorial_lib.lab.mesh import Mesh, reaper
+from tutorial_lib.lab.mesh.report import as_shown, by_rank, describe_failure
 
 SETUP = """
-from tutorial_lib.mesh import Mesh
+from tutorial_lib.lab.mesh import Mesh
 mesh = Mesh(world_size=4, tp_size=2, timeout=8)
 mesh.start()
 """
@@ -250,7 +250,7 @@ def test_a_collective_that_one_rank_never_enters(notebook):
 def test_a_rank_that_was_asked_where_it_is_keeps_nothing_of_it(notebook):
     """Ranks that take long are asked; a frame that stayed would keep the step's tensors until the next question."""
     notebook.run(
-        "%%px\nimport time, weakref\nfrom tutorial_lib.mesh.watch import PATIENCE\n"
+        "%%px\nimport time, weakref\nfrom tutorial_lib.lab.mesh.watch import PATIENCE\n"
         "def work():\n    tensor = torch.ones(3)\n    time.sleep((PATIENCE + 1) * (rank > 0))\n    return weakref.ref(tensor)\n"
         "reference = work()"
     )
@@ -357,7 +357,7 @@ def test_a_killed_kernel_leaves_nothing(busy):
 @pytest.mark.parametrize("moment", [1.0, 2.0, 4.0, 6.0])
 def test_a_kernel_killed_while_it_starts_the_mesh_leaves_nothing(moment):
     with Notebook() as notebook:
-        notebook.run("from tutorial_lib.mesh import Mesh")
+        notebook.run("from tutorial_lib.lab.mesh import Mesh")
         seen = []
 
         def kill():
@@ -423,7 +423,7 @@ def test_two_notebooks_at_once_with_the_usual_port_taken():
         usual.listen()
         with Notebook(STALE) as one, Notebook(STALE) as two:
             for notebook in (one, two):
-                notebook.run("from tutorial_lib.mesh import Mesh")
+                notebook.run("from tutorial_lib.lab.mesh import Mesh")
             threads = [
                 threading.Thread(target=n.run, args=("mesh = Mesh(2); mesh.start()",))
                 for n in (one, two)
@@ -446,7 +446,7 @@ def test_three_meshes_one_after_the_other(backend):
     except ValueError as error:
         pytest.skip(str(error))
     with Notebook() as notebook:
-        notebook.run("from tutorial_lib.mesh import Mesh")
+        notebook.run("from tutorial_lib.lab.mesh import Mesh")
         for _ in range(3):
             assert f"backend {backend}" in notebook.run(
                 f"mesh = Mesh(2, tp_size=2, backend={backend!r}); mesh.start()"
@@ -463,11 +463,11 @@ def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kern
         pytest.skip(str(error))
     with Notebook() as notebook:
         notebook.run(
-            "from tutorial_lib.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()"
+            "from tutorial_lib.lab.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()"
         )
         for _ in range(2):
             said = notebook.fail(
-                "%%px\nfrom tutorial_lib.launch import mark_step\nfrom tutorial_lib.parallel_layers import comm\n"
+                "%%px\nfrom tutorial_lib.backends import mark_step\nfrom tutorial_lib.parallel_layers import comm\n"
                 "total = comm.all_reduce('sum', torch.ones(3, device=device))\n"
                 "if rank == 1:\n    raise KeyError('k')\nmark_step()",
                 within=30,

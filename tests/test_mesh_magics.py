@@ -3,8 +3,8 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from tutorial_lib.mesh import magics
-from tutorial_lib.mesh.report import RankError
+from tutorial_lib.lab.mesh import magics
+from tutorial_lib.lab.mesh.report import RankError
 
 
 class Noted:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
-from tutorial_lib.dry_run import dry_run
-from tutorial_lib.launch import get_device, mark_step
+from tutorial_lib.backends import get_device, mark_step
+from tutorial_lib.lab.plan.dry_run import dry_run
+from tutorial_lib.lab.plan.runs import Run
+from tutorial_lib.lab.plan.traffic import collectives
 from tutorial_lib.models.bert import BertForPreTraining
 from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
 from tutorial_lib.models.llama2 import LlamaForCausalLM
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.parallel_layers import move_model_to_device
-from tutorial_lib.planner.traffic import collectives
-from tutorial_lib.runs import Run
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import accumulate_gradients, train
 from tutorial_lib.xla_cpu.graphs import Collective, find_collectives, find_masks
@@ -192,7 +192,7 @@ def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, na
 
 
 def masks_of_llama(mode, padded):
-    from tutorial_lib import launch, xla_cpu
+    from tutorial_lib import backends, xla_cpu
     from tutorial_lib.models.llama2_activations import checkpoint_activations
 
     model = build("llama", "xla")
@@ -200,7 +200,7 @@ def masks_of_llama(mode, padded):
     batch = test_gpt_neox.right_padded(0) if padded else next_token_batch(0)
     loss = model(**{name: tensor.to("xla") for name, tensor in batch.items()}).loss
     loss.backward()
-    launch.mark_step()
+    backends.mark_step()
     assert loss.item() > 0
     return find_masks(xla_cpu.hlo_text(), LENGTH)
 

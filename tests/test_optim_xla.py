@@ -84,9 +84,9 @@ def train(optimizer_class, zero, clip, dtype=torch.float32, hook=False, steps=5)
 
 
 def _graphs():
-    from tutorial_lib import launch
+    from tutorial_lib import backends
 
-    if not launch.uses_xla():
+    if not backends.uses_xla():
         return 0
     from tutorial_lib import xla_cpu
 

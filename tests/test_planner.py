@@ -7,9 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tutorial_lib.dry_run import dry_run
-from tutorial_lib.models import bert, gpt_neox, llama2
-from tutorial_lib.planner import (
+from tutorial_lib.lab.plan import (
     INSTANCES,
     Plan,
     custom,
@@ -18,9 +16,11 @@ from tutorial_lib.planner import (
     switches,
     with_tensor_parallel,
 )  # fmt: skip
-from tutorial_lib.planner.__main__ import parse
-from tutorial_lib.planner.parameters import parameters
-from tutorial_lib.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
+from tutorial_lib.lab.plan.__main__ import parse
+from tutorial_lib.lab.plan.dry_run import dry_run
+from tutorial_lib.lab.plan.parameters import parameters
+from tutorial_lib.lab.plan.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
+from tutorial_lib.models import bert, gpt_neox, llama2
 
 from .small_runs import GPT, LLAMA, NEOX, SMALL, real_steps
 

@@ -136,7 +136,7 @@ def train(heads, kv_heads, bias, **options):
             assert (
                 shared
                 or parameter is model.qkv._parameters.get("weight_q")
-                or parameter is getattr(model.qkv, "bias_q")
+                or parameter is model.qkv.bias_q
             )
             last = parameter.detach().flatten()[parameter.numel() - shared :]
             group = parallel_state.get_kv_shared_replica_groups()

@@ -16,7 +16,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "EXECUTED", tmp_path / "executed")
     parameters = f'steps: int = 2  # how many\noutput_dir: str = "{tmp_path / "out"}"  # where'
     body = (
-        "from tutorial_lib import show\nclaims = show.Claims(output_dir, dict(steps=steps))\n"
+        "from tutorial_lib.lab import show\nclaims = show.Claims(output_dir, dict(steps=steps))\n"
         "claims.add('steps', steps, steps)\nprint(steps)"
     )
     for name, last in {"00_well": body, "01_ill": f"{body}\nclaims.add('wrong', 1, 2)"}.items():
@@ -65,7 +65,7 @@ def test_refresh_writes_back_what_is_clean_and_nothing_else(folder, capsys):
     assert run.main(["refresh"]) == 1
     well = nbformat.read(folder / "00_well.ipynb", 4)
     assert well.cells[1].outputs[0].text == "2\n" and "papermill" not in well.cells[1].metadata
-    assert "tutorial_lib/show/claims.py" in well.metadata["tutorial_lib"]["executed_from"]
+    assert "tutorial_lib/lab/show/claims.py" in well.metadata["tutorial_lib"]["executed_from"]
     assert (folder / "01_ill.ipynb").read_bytes() == before
     written = (folder / "00_well.ipynb").read_bytes()
     assert run.main(["refresh", "00"]) == 0

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tutorial_lib import show
+from tutorial_lib.lab import show
+from tutorial_lib.lab.show.exercises import verdict
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.traffic import bytes_sent
-from tutorial_lib.show.exercises import verdict
 from tutorial_lib.training.metrics import Metric, TrainingMetrics
 
 

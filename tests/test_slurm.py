@@ -16,16 +16,16 @@ from tests import slurm
 from tests.notebook import Notebook, Traces
 from tests.test_notebooks import execute, metrics
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
-from tutorial_lib.batch_script import batch_script
-from tutorial_lib.batch_script import main as batch_script_command
 from tutorial_lib.checkpoint.tags import latest
-from tutorial_lib.mesh import Mesh
+from tutorial_lib.lab.mesh import Mesh
+from tutorial_lib.lab.plan.batch_script import batch_script
+from tutorial_lib.lab.plan.batch_script import main as batch_script_command
 from tutorial_lib.training.gpt_arguments import command_line
 
 SETUP = """
 import sys
 sys.path.insert(0, ".")
-from tutorial_lib.mesh import Mesh
+from tutorial_lib.lab.mesh import Mesh
 """
 ON_NODES = (
     'mesh = Mesh(world_size=4, tp_size=2, timeout=20, launcher="slurm", nodes=2)\nmesh.start()'

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tutorial_lib import launch
+from tutorial_lib import backends
 from tutorial_lib.xla_cpu.graphs import Collective, find_collectives
 
 XLA = {"backend": "xla", "timeout": 240}
@@ -35,7 +35,7 @@ def _sum(xm, tensor, groups):
 
 def collectives_on_ranks():
     torch_xla, xm, _ = _xla()
-    rank, pair = launch.dist.get_rank(), [[0, 1]]
+    rank, pair = backends.dist.get_rank(), [[0, 1]]
     x = (torch.arange(8.0).reshape(2, 4) + 10 * rank).to("xla")
     results = [
         _sum(xm, x, pair),
@@ -78,7 +78,7 @@ def test_collectives_give_the_values_of_all_ranks_and_leave_their_input(ranks):
 
 def dtypes_on_ranks():
     torch_xla, xm, _ = _xla()
-    rank, tensors = launch.dist.get_rank(), []
+    rank, tensors = backends.dist.get_rank(), []
     for dtype in (
         torch.bfloat16,
         torch.float16,
@@ -265,7 +265,7 @@ def test_a_step_that_fails_to_compile_does_not_take_the_next_one_with_it(ranks):
 
 
 def collectives_of_torch_distributed():
-    dist, (torch_xla, xm, _) = launch.dist, _xla()
+    dist, (torch_xla, xm, _) = backends.dist, _xla()
     pending = _sum(xm, torch.ones(2).to("xla"), [[0, 1]])
     for x in (torch.ones(2).to("xla"), torch.ones(2).to("xla") + 1, pending):
         two = torch.zeros(4).to("xla")
@@ -385,7 +385,7 @@ def train(device, tp, dp, reduce_tp, reduce_dp, mark_step):
 
 def train_on_ranks():
     torch_xla, xm, xla_cpu = _xla()
-    rank = launch.dist.get_rank()
+    rank = backends.dist.get_rank()
     before = xla_cpu.compilations(), xla_cpu.graphs()
     result = train(
         "xla", (rank % 2, 2), (rank // 2, 2),
@@ -492,17 +492,17 @@ def without_a_graph():
     from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 
     _, _, xla_cpu = _xla()
-    before = launch.compilations(), xla_cpu.graphs()
+    before = backends.compilations(), xla_cpu.graphs()
     with torch.device("xla"):
         model_parallel_xla_manual_seed(3)
     x = torch.arange(3.0).to("xla")
     copies = [x.clone(), x.clone().detach()]
-    launch.mark_step()
+    backends.mark_step()
     copies[0] += 1
     x.fill_(7)
-    after = launch.compilations(), xla_cpu.graphs()
+    after = backends.compilations(), xla_cpu.graphs()
     kept = copies[1].tolist()
-    launch.mark_step()
+    backends.mark_step()
     return before == after, kept, copies[0].tolist(), copies[1].tolist()
 
 
@@ -516,7 +516,7 @@ def torch_xla_ways():
     import torch_xla.distributed.parallel_loader as parallel_loader
     import torch_xla.runtime as xr
 
-    rank = launch.dist.get_rank()
+    rank = backends.dist.get_rank()
     weight = nn.Parameter(torch.zeros(2).to("xla"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     batches = [(torch.full((2,), float(rank + i)), torch.tensor([i])) for i in range(3)]
@@ -528,7 +528,7 @@ def torch_xla_ways():
         seen.append(index)
     closed = []
     xm.add_step_closure(lambda t: closed.append(t.tolist()), args=(weight.detach() * 1,))
-    launch.mark_step()
+    backends.mark_step()
     return xr.world_size(), xr.global_ordinal(), weight.tolist(), [i.item() for i in seen], closed
 
 
@@ -570,7 +570,7 @@ def test_dropout_follows_the_seed_and_resumes(ranks):
 
 def rank_dependent_graphs():
     torch_xla, xm, _ = _xla()
-    rank = launch.dist.get_rank()
+    rank = backends.dist.get_rank()
     x = torch.arange(8.0).to("xla")
     part = x[rank * 4 : rank * 4 + 4]
     for _ in range(rank * 3):  # more operations on one rank than on the other
@@ -598,13 +598,13 @@ def one_rank_misses_the_step():
     xla_cpu.start(timeout=3)
     errors = []
     y = _sum(xm, torch.ones(3).to("xla"), [[0, 1]])
-    for _ in range(2 if launch.dist.get_rank() == 0 else 0):
+    for _ in range(2 if backends.dist.get_rank() == 0 else 0):
         begin = time.monotonic()
         try:
             torch_xla.sync()
         except RuntimeError as error:
             errors.append((str(error), time.monotonic() - begin))
-    launch.dist.barrier()
+    backends.dist.barrier()
     xla_cpu.stop()
     xla_cpu.start()
     z = _sum(xm, torch.ones(3).to("xla"), [[0, 1]])
@@ -627,7 +627,7 @@ def test_ranks_that_wait_in_vain_get_an_error_in_time_and_can_start_anew(ranks):
 
 def interrupted_in_a_step():
     torch_xla, xm, xla_cpu = _xla()
-    rank = launch.dist.get_rank()
+    rank = backends.dist.get_rank()
     xla_cpu.stop()
     xla_cpu.start(timeout=20)
     x = torch.ones(3).to("xla")
@@ -637,7 +637,7 @@ def interrupted_in_a_step():
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             torch_xla.sync()
-    launch.dist.barrier()
+    backends.dist.barrier()
     if rank == 1:
         torch_xla.sync()  # what the interrupted rank had begun
     else:
@@ -645,7 +645,7 @@ def interrupted_in_a_step():
         with pytest.raises(RuntimeError, match="interrupted"):
             torch_xla.sync()
         del second
-    launch.dist.barrier()
+    backends.dist.barrier()
     xla_cpu.stop()
     xla_cpu.start()
     total = _sum(xm, x * (rank + 1), [[0, 1]])
@@ -661,25 +661,25 @@ def test_a_rank_interrupted_in_a_step_runs_none_before_it_is_started_anew(ranks)
 
 
 def test_xla_without_torch_xla_is_a_clear_error(monkeypatch):
-    find_spec = launch.importlib.util.find_spec
+    find_spec = backends.importlib.util.find_spec
     missing = {"torch_xla", "libneuronxla"}
     monkeypatch.setattr(
-        launch.importlib.util,
+        backends.importlib.util,
         "find_spec",
         lambda name: None if name in missing else find_spec(name),
     )
     with pytest.raises(ValueError, match="backend 'xla' needs torch_xla"):
-        launch.check_backend("xla")
-    launch.check_backend("cpu")
+        backends.check_backend("xla")
+    backends.check_backend("cpu")
 
 
 @pytest.mark.parametrize("trainium", [True, False])
 def test_environment_of_each_backend(monkeypatch, trainium):
-    monkeypatch.setattr(launch, "on_trainium", lambda: trainium)
+    monkeypatch.setattr(backends, "on_trainium", lambda: trainium)
     common = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}  # fmt: skip
-    for backend in launch.BACKENDS:
-        got = launch.rank_environment(
+    for backend in backends.BACKENDS:
+        got = backends.rank_environment(
             backend,
             5,
             8,
@@ -706,11 +706,11 @@ def test_environment_of_each_backend(monkeypatch, trainium):
 def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
     """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and the world's size."""
     neuron = pytest.importorskip("torch_xla._internal.neuron")
-    monkeypatch.setattr(launch, "on_trainium", lambda: True)
+    monkeypatch.setattr(backends, "on_trainium", lambda: True)
     for name in [n for n in os.environ if n.startswith("NEURON")]:
         monkeypatch.delenv(name)
     with monkeypatch.context() as patch:
-        env = launch.rank_environment(
+        env = backends.rank_environment(
             "xla", 5, 8, master_addr="10.0.0.1", master_port=1234, local_rank=1, local_world_size=4
         )
         for name in ("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_WORLD_SIZE", "PJRT_LOCAL_PROCESS_COUNT",
@@ -746,7 +746,7 @@ def test_a_graph_that_cannot_be_kept_leaves_no_file(tmp_path):
 
 
 def test_mark_step_is_nothing_without_xla():
-    assert launch.mark_step() is None
+    assert backends.mark_step() is None
 
 
 def test_collectives_are_read_from_hlo_text():
@@ -792,7 +792,7 @@ def train_library(backend):
         layers.ColumnParallelLinear(16, 32, gather_output=False), nn.GELU(),
         layers.RowParallelLinear(32, 16, input_is_parallel=True),
     )  # fmt: skip
-    device = launch.get_device(backend)
+    device = backends.get_device(backend)
     move_model_to_device(model, device)
     optimizer = AdamW_FP32OptimParams(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
@@ -810,15 +810,15 @@ def train_library(backend):
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
-        launch.mark_step()
+        backends.mark_step()
         losses.append([loss.item(), norm.item()])
     seconds = (time.perf_counter() - began) / 5
     compiled = None
     if backend == "xla":
         _, _, xla_cpu = _xla()
-        compiled, before = xla_cpu.graphs(), launch.compilations()
+        compiled, before = xla_cpu.graphs(), backends.compilations()
         assert consistency.find_drift(model) == []
-        assert launch.compilations() == before  # to look at weights needs no graph
+        assert backends.compilations() == before  # to look at weights needs no graph
     return torch.tensor(losses), [p.detach().cpu() for p in model.parameters()], compiled, seconds
 
 
@@ -854,7 +854,7 @@ def many_short_runs(seconds):
             optimizer.zero_grad()
         rounds += 1
         over[0] = time.monotonic() - began > seconds
-        launch.dist.broadcast(over, 0)
+        backends.dist.broadcast(over, 0)
     return rounds, loss.item()
 
 

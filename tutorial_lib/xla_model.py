@@ -5,7 +5,7 @@ tutorial_lib.xla_model as xm`.
 import torch
 import torch.distributed as dist
 
-from tutorial_lib import launch
+from tutorial_lib import backends
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.grads import (
     bucket_allreduce_gradients,
@@ -13,17 +13,17 @@ from tutorial_lib.parallel_layers.grads import (
     main_grad,
 )
 
-mark_step = launch.mark_step
+mark_step = backends.mark_step
 
 
 def xla_device() -> torch.device:
     """The device that this rank computes on: XLA where this process computes with it, CUDA on NCCL,
     else the CPU.
     """
-    if launch.uses_xla():
-        return launch.get_device("xla")
+    if backends.uses_xla():
+        return backends.get_device("xla")
     on_cuda = dist.is_initialized() and "nccl" in dist.get_backend_config()
-    return launch.get_device("cuda" if on_cuda else "cpu")
+    return backends.get_device("cuda" if on_cuda else "cpu")
 
 
 def get_ordinal() -> int:

@@ -51,12 +51,13 @@ def megatron_preprocess(lines: Path, prefix: Path, vocab: Path, merges: Path, wo
     start_megatron_worker(vocab, merges)
     dtype = token_dtype(megatron_line.tokenizer.get_vocab_size()).type
     builder = IndexedDatasetBuilder(str(bin_path(prefix)), dtype)
-    with open(lines, encoding="utf-8") as file, multiprocessing.get_context("spawn").Pool(
-        workers, start_megatron_worker, (vocab, merges)
-    ) as pool:
-        for ids in pool.imap(megatron_line, file, 32):
-            if ids:
-                builder.add_document(ids, [len(ids)])
+    with open(lines, encoding="utf-8") as file:
+        with multiprocessing.get_context("spawn").Pool(
+            workers, start_megatron_worker, (vocab, merges)
+        ) as pool:
+            for ids in pool.imap(megatron_line, file, 32):
+                if ids:
+                    builder.add_document(ids, [len(ids)])
     builder.finalize(str(idx_path(prefix)))
 
 

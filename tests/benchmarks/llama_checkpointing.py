@@ -20,7 +20,7 @@ from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama import modeling_llama as hf
 
 from tests.pool import RankPool
-from tutorial_lib.launch import get_device
+from tutorial_lib.backends import get_device
 from tutorial_lib.models.attention import CoreAttention, causal_mask
 from tutorial_lib.models.llama2 import LlamaForCausalLM, ParallelDecoderLayer, make_config
 from tutorial_lib.trainer.model import checkpoint_modules

@@ -15,7 +15,7 @@ import time
 import torch
 
 from tests.pool import RankPool
-from tutorial_lib import launch
+from tutorial_lib import backends
 
 WORLD, TP, BATCH, SEQUENCE, ACCUMULATION = 4, 2, 4, 128, 2
 TOLERANCE = 1e-5  # relative, between the losses in float32
@@ -32,7 +32,7 @@ def prepare(backend: str) -> None:
     from tutorial_lib.training.loop import train
 
     config = bert.make_config("tiny", TP, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    device = launch.get_device(backend)
+    device = backends.get_device(backend)
     torch.manual_seed(0)
     model = move_model_to_device(bert.BertForPreTraining(config), device)
     nxd_config = neuronx_distributed_config(tensor_parallel_size=TP)
@@ -63,7 +63,7 @@ def train(count: int) -> tuple[float, list[float], int]:
     """Seconds for `count` steps, their losses, and the graphs that this rank has compiled so far."""
     begun = time.perf_counter()
     losses = _steps(count)
-    return time.perf_counter() - begun, losses, launch.compilations()
+    return time.perf_counter() - begun, losses, backends.compilations()
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..launch import mark_step
+from ..backends import mark_step
 from ..optimizer.shards import join_shards, shard_length
 from ..parallel_layers import comm
 from . import ranks, tensors

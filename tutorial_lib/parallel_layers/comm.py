@@ -3,7 +3,7 @@
 Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed`
 (gloo, NCCL) at once; XLA tensors are traced into the graph with their replica groups, as a compiler
 for Trainium needs them; tensors on the meta device, which hold no values, do not travel, and the
-result has the right shape (`tutorial_lib.dry_run`). Names are those of
+result has the right shape (`tutorial_lib.lab.plan.dry_run`). Names are those of
 `neuronx_distributed.parallel_layers.comm`, whose functions write into their arguments: so there is
 no `output` here, no list of tensors, and no `shard_count` or `pin_layout`, which follow from the
 group.

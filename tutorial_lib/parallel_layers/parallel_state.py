@@ -73,7 +73,7 @@ def initialize_model_parallel(
     global _world
     if not dist.is_initialized():
         raise RuntimeError(
-            "call torch.distributed.init_process_group (or tutorial_lib.launch.init_distributed) first"
+            "call torch.distributed.init_process_group (or tutorial_lib.backends.init_distributed) first"
         )
     groups = layout(
         dist.get_world_size(),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
-from tutorial_lib import launch
+from tutorial_lib import backends
 
 from . import parallel_state
 
@@ -33,7 +33,7 @@ State = dict[str, torch.Tensor]
 
 def _xla():
     """torch-xla's model module in a process that computes with it, else None."""
-    if not launch.uses_xla():
+    if not backends.uses_xla():
         return None
     import torch_xla.core.xla_model as xm
 

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 
 from transformers import GPT2Config
 
-from tutorial_lib.launch import BACKENDS
+from tutorial_lib.backends import BACKENDS
 from tutorial_lib.models.gpt_config import VOCABULARY_MULTIPLE, check_config
 from tutorial_lib.parallel_layers.utils import divide
 

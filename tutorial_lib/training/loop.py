@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tutorial_lib.launch import mark_step
+from tutorial_lib.backends import mark_step
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.random import separate_replicas
 

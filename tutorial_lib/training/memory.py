@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import nn
 
-from tutorial_lib.launch import on_trainium
+from tutorial_lib.backends import on_trainium
 from tutorial_lib.parallel_layers.grads import main_grad
 
 TRAINIUM_CORE = 16 * 2**30  # bytes of device memory for each NeuronCore of a trn1 instance

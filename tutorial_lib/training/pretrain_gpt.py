@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tutorial_lib import launch
+from tutorial_lib import backends
 from tutorial_lib.checkpoint.ranks import together
 from tutorial_lib.data.gpt_batches import gpt_batches
 from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_weights
@@ -107,7 +107,7 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
         optimizer, arguments.schedule(batch), batch, arguments.scheduler_mismatch
     )
     sampler = ResumableBatchSampler(training, arguments.micro_batch_size, shuffle=False)
-    iteration, compiling = 0, launch.only_compiles()
+    iteration, compiling = 0, backends.only_compiles()
     if not compiling:  # what is computed then is worth no checkpoint
         iteration = gpt_checkpoint.load(arguments, model, optimizer, scheduler, sampler)
 
@@ -179,9 +179,9 @@ def evaluate(arguments: GPTArguments, model: torch.nn.Module, dataset: GPTDatase
         micro_batch = next(batches)
         loss = loss + model(**micro_batch, num_items_in_batch=one).loss.float()
         count = count + model.count_targets(micro_batch)
-        launch.mark_step()
+        backends.mark_step()
     loss, count = (comm.all_reduce("sum", value, dp_group) for value in (loss, count))
-    launch.mark_step()
+    backends.mark_step()
     model.train()
     return float(loss) / float(count)
 
@@ -253,7 +253,7 @@ def _complete_environment(backend: str) -> None:
     rank, local_rank, world, local_world = (int(os.environ[name]) for name in names)
     # On one node ranks talk over the loopback, as a laptop's own name often does not resolve.
     address = "127.0.0.1" if local_world == world else os.environ["MASTER_ADDR"]
-    needed = launch.rank_environment(
+    needed = backends.rank_environment(
         backend,
         rank,
         world,
@@ -270,7 +270,7 @@ def main() -> None:
     """The command line, on each rank that `torchrun` or SLURM has started."""
     arguments = parse_arguments()
     _complete_environment(arguments.distributed_backend)
-    launch.init_distributed(arguments.distributed_backend, timeout=600)
+    backends.init_distributed(arguments.distributed_backend, timeout=600)
     try:
         pretrain(arguments)
     finally:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch_xla
 from jaxlib import _jax, xla_client
 
+from tutorial_lib.lab.paths import resolve
 from tutorial_lib.network import address_towards
-from tutorial_lib.paths import resolve
 
 from .compiler import CACHE_VARIABLE, Compiler
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tutorial_lib.lab.plan.runs import RECOMPUTED
 from tutorial_lib.parallel_layers.utils import ensure_positive
-from tutorial_lib.runs import RECOMPUTED
 
 from .plan import Plan
 

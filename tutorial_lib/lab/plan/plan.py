@@ -6,11 +6,11 @@ from functools import cached_property
 
 import torch
 
-from tutorial_lib.launch import BACKENDS
+from tutorial_lib.backends import BACKENDS
+from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.comm import Collective
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
-from tutorial_lib.runs import Run
 
 from .activations import saved_bytes
 from .instances import INSTANCES, Instance

@@ -10,7 +10,7 @@ from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import publish_display_data
 
-from tutorial_lib.mesh.report import RankError, as_shown, by_rank
+from tutorial_lib.lab.mesh.report import RankError, as_shown, by_rank
 
 OUTPUT_TIMEOUT = 5.0  # seconds that output may come later than the end of its cell
 LIVE_AFTER = 2.0  # seconds after which a cell's output on its first rank is shown as it comes

@@ -1,7 +1,7 @@
 """What a training run takes before it is started: memory, operations, traffic, and how fast it can
 be at most.
 
-python -m tutorial_lib.planner llama2-7b --instance trn1.32xlarge
+python -m tutorial_lib.lab.plan llama2-7b --instance trn1.32xlarge
 """
 
 from .choices import scaled, smallest_tensor_parallel, switches, with_tensor_parallel

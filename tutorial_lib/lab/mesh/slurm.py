@@ -17,9 +17,9 @@ from functools import cached_property
 import ipyparallel as ipp
 from traitlets.config import Config
 
-from tutorial_lib.mesh.report import MeshError
+from tutorial_lib.lab.mesh.report import MeshError
+from tutorial_lib.lab.paths import resolve
 from tutorial_lib.network import address_towards
-from tutorial_lib.paths import resolve
 
 POLL = 1.0  # seconds between looks at the job
 GOING_ON = {

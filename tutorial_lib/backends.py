@@ -1,6 +1,6 @@
-"""What one rank needs before it can train: its environment, its process group, its device.
+"""The backends `cpu`, `cuda` and `xla`: a rank's environment, its process group, its device, the end of its step.
 
-The same three calls serve the engines of a notebook (`tutorial_lib.mesh`), `torchrun`, SLURM and the tests.
+The same three calls serve the engines of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM and the tests.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """A plan to be read: tables."""
 
-from tutorial_lib.show.tables import Table, size, table, text
+from tutorial_lib.lab.show.tables import Table, size, table, text
 
 from .choices import scaled, smallest_tensor_parallel, switches
 from .plan import Plan

@@ -1,6 +1,6 @@
 """The batch file for an unattended run on several nodes of a SLURM cluster, such as a trn1 ParallelCluster.
 
-    python -m tutorial_lib.batch_script --nodes 16 --ranks-per-node 32 --precompile -- \\
+    python -m tutorial_lib.lab.plan.batch_script --nodes 16 --ranks-per-node 32 --precompile -- \\
         -m tutorial_lib.training.pretrain_gpt --distributed-backend xla … > pretrain.sbatch
     sbatch pretrain.sbatch
 
@@ -115,7 +115,7 @@ def batch_script(
 def main(words: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tutorial_lib.batch_script",
+        prog="python -m tutorial_lib.lab.plan.batch_script",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

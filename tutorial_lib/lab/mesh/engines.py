@@ -13,8 +13,8 @@ import ipyparallel as ipp
 import psutil
 from traitlets.config import Config
 
-from tutorial_lib.mesh import engine, reaper
-from tutorial_lib.mesh.report import MeshError
+from tutorial_lib.lab.mesh import engine, reaper
+from tutorial_lib.lab.mesh.report import MeshError
 
 START_TIMEOUT = 120.0  # seconds that all engines together get to start
 
@@ -49,7 +49,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts the engines on the kernel's own machine; `tutorial_lib.mesh.slurm` does on others."""
+    """Starts the engines on the kernel's own machine; `tutorial_lib.lab.mesh.slurm` does on others."""
 
     address = (
         "127.0.0.1"  # where the ranks reach the kernel: a laptop's own name often does not resolve

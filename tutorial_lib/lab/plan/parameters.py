@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import llama2
 from tutorial_lib.models.gpt_config import padded_vocabulary
-from tutorial_lib.runs import Run
 
 
 @dataclass(frozen=True)

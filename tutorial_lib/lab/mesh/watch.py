@@ -2,7 +2,7 @@
 
 A rank may be beyond the reach of a message: stuck in a collective that a peer never enters. So
 there is a second way to it, through a store that a thread of the rank listens to
-(`tutorial_lib.mesh.engine`): to ask where it is, and to cut it loose.
+(`tutorial_lib.lab.mesh.engine`): to ask where it is, and to cut it loose.
 """
 
 import json
@@ -40,7 +40,7 @@ class Rendezvous:
         self._stores[0] = None
 
     def ask(self, do: str, ranks: list[int]) -> dict[int, object]:
-        """The answers of those ranks that do answer; see `tutorial_lib.mesh.engine` for what can be asked."""
+        """The answers of those ranks that do answer; see `tutorial_lib.lab.mesh.engine` for what can be asked."""
         control = self._stores[1]
         keys = {}
         for rank in ranks:
@@ -67,7 +67,7 @@ class Watch:
         timeout: seconds that a collective waits for its peers.
 
     Attributes:
-        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.mesh.engine.report` has it.
+        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.lab.mesh.engine.report` has it.
         dead: ranks whose process is gone.
         released: whether connections had to be cut.
     """

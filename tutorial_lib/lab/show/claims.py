@@ -6,7 +6,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from tutorial_lib.launch import only_compiles
+from tutorial_lib.backends import only_compiles
 from tutorial_lib.training.metrics import Metric, TrainingMetrics, plain
 
 from .tables import Table, text

@@ -18,7 +18,7 @@ class RankError(MeshError):
     """A cell failed on one or more ranks. The message begins with the error of the rank that caused it.
 
     Attributes:
-        reports: for each rank that failed or hung, what it said (`tutorial_lib.mesh.engine.report`).
+        reports: for each rank that failed or hung, what it said (`tutorial_lib.lab.mesh.engine.report`).
     """
 
     def __init__(self, message: str, reports: dict[int, dict] | None = None):

@@ -10,8 +10,8 @@
 
 One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher
 left in it, and get what `torchrun` would give them. The kernel itself never touches a device and
-never imports torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.mesh.engines`) or on
-nodes that SLURM gives (`tutorial_lib.mesh.slurm`). They are assigned by where an engine runs, never
+never imports torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.lab.mesh.engines`) or on
+nodes that SLURM gives (`tutorial_lib.lab.mesh.slurm`). They are assigned by where an engine runs, never
 by its id.
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
@@ -28,12 +28,12 @@ import ipyparallel as ipp
 import torch
 from IPython import get_ipython
 
-from tutorial_lib.launch import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
-from tutorial_lib.mesh import engine, magics
-from tutorial_lib.mesh.engines import Engines, LocalLauncher
-from tutorial_lib.mesh.report import MeshError, RankError, describe_failure
-from tutorial_lib.mesh.slurm import SlurmLauncher, check_slurm
-from tutorial_lib.mesh.watch import Rendezvous, Watch
+from tutorial_lib.backends import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
+from tutorial_lib.lab.mesh import engine, magics
+from tutorial_lib.lab.mesh.engines import Engines, LocalLauncher
+from tutorial_lib.lab.mesh.report import MeshError, RankError, describe_failure
+from tutorial_lib.lab.mesh.slurm import SlurmLauncher, check_slurm
+from tutorial_lib.lab.mesh.watch import Rendezvous, Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 

@@ -1,6 +1,6 @@
 """What runs inside an engine of the mesh: joining the process group, reporting errors, answering while it is stuck.
 
-The kernel calls these functions on the engines (`tutorial_lib.mesh`). torch is imported only after `boot` has put the
+The kernel calls these functions on the engines (`tutorial_lib.lab.mesh`). torch is imported only after `boot` has put the
 rank's environment in place: OpenMP, gloo and torch-xla read it once.
 """
 
@@ -16,7 +16,7 @@ import psutil
 
 from tutorial_lib.network import address_towards
 
-PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and the store have no exception class for it
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
     "Socket closed", "failed to recv", "Watchdog caught collective operation timeout", "could not finish its step",
@@ -63,20 +63,20 @@ def join(
     import torch
     import torch.distributed as dist
 
-    from tutorial_lib import launch
+    from tutorial_lib import backends
 
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     threading.Thread(
         target=_attend, args=(address, control_port, int(os.environ["RANK"])), daemon=True
     ).start()
-    launch.init_distributed(backend, timeout)
+    backends.init_distributed(backend, timeout)
     if tp_size is not None:
         from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel
 
         initialize_model_parallel(tensor_model_parallel_size=tp_size)
     _shell.user_ns.update(
         torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size(),
-        device=launch.get_device(backend),
+        device=backends.get_device(backend),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def probe() -> tuple[int, float]:
     import torch
     import torch.distributed as dist
 
-    from tutorial_lib import launch
+    from tutorial_lib import backends
 
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), _shell.user_ns["device"]
     total = torch.tensor([float(rank)], device=device)
@@ -114,7 +114,7 @@ def probe() -> tuple[int, float]:
         total = xm.all_reduce("sum", total, groups=[list(range(world_size))], pin_layout=False)
     else:
         dist.all_reduce(total)
-    launch.mark_step()  # on XLA the value is there only then
+    backends.mark_step()  # on XLA the value is there only then
     return rank, total.item()
 
 
@@ -129,9 +129,9 @@ def value(expression: str):
 
 def compilations() -> int:
     """How many graphs this rank has compiled."""
-    from tutorial_lib import launch
+    from tutorial_lib import backends
 
-    return launch.compilations()
+    return backends.compilations()
 
 
 def hlo_texts() -> list[str]:

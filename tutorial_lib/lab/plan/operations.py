@@ -2,7 +2,7 @@
 closed form.
 """
 
-from tutorial_lib.runs import Run
+from tutorial_lib.lab.plan.runs import Run
 
 from .parameters import qkv_features, vocabulary
 

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 
 import torch
 
+from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import llama2
 from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.buckets import buckets_of, meta_stands_for_host
 from tutorial_lib.parallel_layers.comm import Collective
-from tutorial_lib.runs import Run
 
 from .parameters import parameters, qkv_features
 

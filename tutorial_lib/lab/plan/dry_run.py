@@ -4,7 +4,7 @@ The real model, loss and optimizer run on the meta device: every tensor has a sh
 and `comm` records each collective and answers with the right shape. So a run over 128 cores can be
 looked at on a laptop, to the byte.
 
-    python -m tutorial_lib.dry_run llama2-7b --rank 5
+    python -m tutorial_lib.lab.plan.dry_run llama2-7b --rank 5
 """
 
 import argparse
@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from torch.utils.flop_counter import FlopCounterMode
 
+from tutorial_lib.backends import BACKENDS
 from tutorial_lib.checkpoint import layout, ranks
-from tutorial_lib.launch import BACKENDS
+from tutorial_lib.lab.plan.runs import TUTORIALS, Run
+from tutorial_lib.lab.show import tables
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
-from tutorial_lib.runs import TUTORIALS, Run
-from tutorial_lib.show import tables
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 
@@ -261,7 +261,7 @@ def _files(model, optimizer, zero: bool) -> dict[str, StateFile]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tutorial_lib.dry_run", description=__doc__.splitlines()[0]
+        prog="python -m tutorial_lib.lab.plan.dry_run", description=__doc__.splitlines()[0]
     )
     parser.add_argument("run", choices=TUTORIALS, help="a run as it was published")
     parser.add_argument("--rank", type=int, default=0)

@@ -4,9 +4,9 @@ Of a layer as Korthikanti et al. (2022, section 4) count them; of what lies arou
 likewise.
 """
 
+from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import llama2_activations
 from tutorial_lib.models.gpt_neox import layer_activation_bytes
-from tutorial_lib.runs import Run
 
 from .parameters import qkv_features, vocabulary
 

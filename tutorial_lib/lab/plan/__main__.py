@@ -1,4 +1,4 @@
-"""`python -m tutorial_lib.planner`: a plan on the terminal."""
+"""`python -m tutorial_lib.lab.plan`: a plan on the terminal."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from tutorial_lib.runs import TUTORIALS, Run
+from tutorial_lib.lab.plan.runs import TUTORIALS, Run
 
 from . import INSTANCES, Plan, custom, report, scaled
 
@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tutorial_lib.planner",
+        prog="python -m tutorial_lib.lab.plan",
         description="Memory, operations, traffic and bounds on the speed of a training run. What is "
         "not given is as published.",
     )
