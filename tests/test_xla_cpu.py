@@ -275,7 +275,7 @@ def collectives_of_torch_distributed():
             lambda: dist.reduce_scatter_tensor(x, two), lambda: dist.all_to_all_single(x, x), lambda: dist.reduce(x, 0),
             lambda: dist.send(x, 1 - dist.get_rank()), lambda: dist.recv(x, 1 - dist.get_rank()),
         ):  # fmt: skip
-            with pytest.raises(RuntimeError, match="does not carry XLA tensors"):
+            with pytest.raises(RuntimeError, match="cannot reduce XLA tensors"):
                 call()
     torch_xla.sync()
     dist.barrier()
@@ -448,12 +448,6 @@ def test_a_graph_is_compiled_once_for_all_ranks_and_runs_and_a_broken_entry_is_c
     again = run()
     assert sum(compiled for _, compiled, _ in again) == 2
     assert [losses for losses, *_ in again] == [losses for losses, *_ in first]
-
-
-@pytest.mark.slow
-def test_without_a_folder_the_ranks_share_all_the_same(ranks):
-    results = ranks(train_with_cache, "", world_size=4, **XLA)
-    assert sum(compiled for _, compiled, _ in results) == 2
 
 
 def restarted(function, *args):

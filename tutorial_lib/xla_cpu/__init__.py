@@ -1,13 +1,15 @@
 """XLA between CPU processes: the `xla` backend on machines without Trainium.
 
-torch-xla traces each rank's step as it would for Trainium, collectives with their replica groups included. Its own CPU
-client cannot reach another process, though. So at the step boundary the pending graph goes to jaxlib's client instead,
-which compiles it as one replica of a program of `world_size` and runs its collectives between the processes:
+torch-xla traces each rank's step as it would for Trainium, collectives with their replica groups
+included. Its own CPU client cannot reach another process, though. So at the step boundary the
+pending graph goes to jaxlib's client instead, which compiles it as one replica of a program of
+`world_size` and runs its collectives between the processes:
 
-    trace (torch-xla) → HLO → compile (jaxlib) → run, on shared buffers → results become the tensors' data
+    trace (torch-xla) → HLO → compile and run (jaxlib) → results become the tensors' data
 
-`start()` puts this behind the calls that a program for Trainium makes: `torch_xla.sync()`, `xm.mark_step()`,
-`xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`, `xr.global_ordinal()`. `stop()` takes it away.
+`start()` puts this behind the calls that a program for Trainium makes: `torch_xla.sync()`,
+`xm.mark_step()`, `xm.optimizer_step(..., barrier=True)`, `MpDeviceLoader`, `xr.world_size()`,
+`xr.global_ordinal()`. `stop()` takes it away. README.md has what this relies on.
 
 - `tensors`: which tensors are pending, and how one gets its result.
 - `saved`: what autograd still holds of them.
@@ -19,12 +21,11 @@ which compiles it as one replica of a program of `world_size` and runs its colle
 
 import atexit
 
-import torch
 import torch.distributed as dist
 
 from .graphs import Collective, find_collectives
 
-_mesh = None
+_boundary = None
 
 
 def start(timeout: float = 60.0) -> None:
@@ -38,89 +39,73 @@ def start(timeout: float = 60.0) -> None:
     Raises:
         RuntimeError: it is started already, or the process group is missing.
     """
-    global _mesh
-    if _mesh is not None:
+    global _boundary
+    if _boundary is not None:
         raise RuntimeError("XLA between CPU processes is started already: stop() comes first")
     if not dist.is_initialized():
         raise RuntimeError(
             "XLA between CPU processes needs a process group: call init_process_group first"
         )
-    from .mesh import Mesh
+    from .step import StepBoundary
 
-    _mesh = Mesh(dist.get_rank(), dist.get_world_size(), timeout)
+    _boundary = StepBoundary(dist.get_rank(), dist.get_world_size(), timeout)
     atexit.register(stop)
 
 
 def stop() -> None:
-    """Gives torch-xla its own step boundary back and disconnects. No rank waits for another, save rank 0 for all."""
-    global _mesh
-    if _mesh is not None:
+    """Gives torch-xla its own step boundary back and disconnects. No rank waits for another, save
+    rank 0 for all.
+    """
+    global _boundary
+    if _boundary is not None:
         atexit.unregister(stop)
-        mesh, _mesh = _mesh, None
-        mesh.close()
+        boundary, _boundary = _boundary, None
+        boundary.close()
 
 
 def is_started() -> bool:
-    return _mesh is not None
-
-
-def mark_step() -> int:
-    """Runs everything pending on this rank; every rank calls it. Returns how many tensors got their value.
-
-    `torch_xla.sync()` does this and runs the step closures; prefer it, as it means the same on Trainium.
-
-    Raises:
-        RuntimeError: a rank ended or did not come in time. The mesh has to be started anew then.
-    """
-    return _started().run_pending(str(_xla_device()))
+    return _boundary is not None
 
 
 def graphs() -> int:
-    """How many different graphs this rank has run since `start()`. A training loop needs few: each micro-batch after the
-    first runs the same one, and each step after the first another.
+    """How many different graphs this rank has run since `start()`. A training loop needs few: each
+    micro-batch after the first runs the same one, and each step after the first another.
     """
     return len(_started().client.graphs)
 
 
 def compilations() -> int:
-    """How many of them this process has compiled. A graph that several ranks run is compiled by one of them."""
+    """How many of them this process has compiled. A graph that several ranks run is compiled by one
+    of them.
+    """
     return _started().client.compiler.compilations
 
 
-def cache_hits() -> int:
-    """How many of them came from a file instead: compiled in an earlier run, or by another rank of this one."""
-    return _started().client.compiler.cache_hits
-
-
 def collectives(graph: int | None = None) -> list[Collective]:
-    """The collectives in the graphs that have run, equal ones counted together, in the order of their first appearance.
+    """The collectives in the graphs that have run, equal ones counted together, in the order of
+    their first appearance.
 
     Args:
-        graph: index of one graph, in the order of first use (-1 for the newest); by default all graphs. A graph counts
-            once, however often it ran.
+        graph: index of one graph, in the order of first use (-1 for the newest); by default all
+            graphs. A graph counts once, however often it ran.
     """
     count = graphs()
     return find_collectives([hlo_text(i) for i in (range(count) if graph is None else [graph])])
 
 
 def hlo_text(graph: int = -1) -> str:
-    """A graph as torch-xla traced it, before XLA's own passes: what a compiler for Trainium would get.
+    """A graph as torch-xla traced it, before XLA's own passes: what a compiler for Trainium would
+    get.
 
     Args:
         graph: its index in the order of first use; by default the newest.
     """
-    return list(_started().client.graphs.values())[graph].hlo_text
+    return list(_started().client.graphs.values())[graph].computation.as_hlo_text()
 
 
 def _started():
-    if _mesh is None:
+    if _boundary is None:
         raise RuntimeError(
             "XLA between CPU processes is not started: init_distributed('xla') does it"
         )
-    return _mesh
-
-
-def _xla_device() -> torch.device:
-    import torch_xla
-
-    return torch_xla.device()
+    return _boundary

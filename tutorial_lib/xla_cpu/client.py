@@ -7,10 +7,9 @@ import sys
 import warnings
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,11 @@ from .compiler import CACHE_VARIABLE, Compiler
 _XLAC = torch_xla._XLAC
 
 
-class Graph:
+class Graph(NamedTuple):
     """A compiled graph."""
 
-    def __init__(self, computation, executable):
-        self._computation, self.executable = computation, executable
-
-    @cached_property
-    def hlo_text(self) -> str:
-        """See `tutorial_lib.xla_cpu.hlo_text`."""
-        return self._computation.as_hlo_text()
+    computation: object  # as torch-xla traced it, before XLA's own passes
+    executable: object
 
 
 class Client:
@@ -45,7 +39,8 @@ class Client:
         timeout: seconds that a step may take, from the moment this rank reaches it.
 
     Attributes:
-        broken: why this rank may be in another step than its peers, so that it runs nothing any more; else None.
+        broken: why this rank may be in another step than its peers, so that it runs nothing any
+            more; else None.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
@@ -54,22 +49,13 @@ class Client:
         self.broken: str | None = None
         self._connect()
         self._device = self._client.local_devices()[0]
-        self.compiler = Compiler(self._client, rank, world_size, self._cache_folder())
-
-    def _cache_folder(self) -> Path:
-        """Where the processes keep compiled graphs. With an empty variable, they share for as long as they live."""
-        folder = os.environ.get(CACHE_VARIABLE, str(resolve("build/xla_cache")))
-        self._temporary = None
-        if not folder:
-            if self._rank == 0:
-                self._temporary = TemporaryDirectory(prefix="xla-cache-")
-            shared = [self._temporary and self._temporary.name]
-            dist.broadcast_object_list(shared)
-            folder = shared[0]
-        return Path(folder)
+        folder = Path(os.environ.get(CACHE_VARIABLE) or resolve("build/xla_cache"))
+        self.compiler = Compiler(self._client, rank, world_size, folder)
 
     def _connect(self) -> None:
-        """Rank 0 serves what the others need to find each other; the collectives then go from process to process."""
+        """Rank 0 serves what the others need to find each other; the collectives then go from
+        process to process.
+        """
         host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         address = [f"{host}:{_free_port()}" if self._rank == 0 else None]
         dist.broadcast_object_list(address)
@@ -82,11 +68,12 @@ class Client:
                 cluster_register_timeout=seconds,
                 shutdown_timeout=seconds,
             )
-        # Recoverable: the service does not end the other processes if one of them is lost. They find out by themselves,
-        # with an exception rather than an abort. Only the loss of rank 0 ends all.
+        # Recoverable: the service does not end the other processes if one of them is lost. They
+        # find out by themselves, with an exception rather than an abort. Only the loss of rank 0
+        # ends all.
         self._store = _jax.get_distributed_runtime_client(
-            address[0], self._rank, rpc_timeout=seconds, init_timeout=seconds, shutdown_timeout=seconds,
-            shutdown_on_destruction=False, recoverable=True,
+            address[0], self._rank, shutdown_on_destruction=False, recoverable=True,
+            rpc_timeout=seconds, init_timeout=seconds, shutdown_timeout=seconds,
         )  # fmt: skip
         self._store.connect()
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -103,9 +90,12 @@ class Client:
         )
 
     def close(self) -> None:
-        """Disconnects. Rank 0 waits until all have, as the others abort when its service ends before that."""
+        """Disconnects. Rank 0 waits until all have, as the others abort when its service ends
+        before that.
+        """
         if self.broken or getattr(sys, "last_value", None) is not None:
-            # The others may come later or never. So what they need of rank 0 stays until its process ends.
+            # The others may come later or never. So what they need of rank 0 stays until its
+            # process ends.
             _keep(self._service)
         else:
             try:
@@ -119,10 +109,6 @@ class Client:
                 warnings.warn(f"not every rank has disconnected: {error}", stacklevel=2)
         self._store.shutdown()
         self.graphs.clear()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-    # --- compile ----------------------------------------------------------------------------------------------------
 
     def _graph(self, tensors: list[torch.Tensor]) -> Graph:
         key = _XLAC._get_graph_hash(tensors)
@@ -132,13 +118,12 @@ class Client:
             self.graphs[key] = Graph(computation, self.compiler.get_executable(hlo, computation))
         return self.graphs[key]
 
-    # --- run --------------------------------------------------------------------------------------------------------
-
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The values of the pending `tensors`, as XLA tensors.
 
         Raises:
-            RuntimeError: a peer ended, or did not run its graph within the time-out; and from then on.
+            RuntimeError: a peer ended, or did not run its graph within the time-out; and from then
+                on.
         """
         if self.broken:
             raise RuntimeError(
@@ -148,8 +133,8 @@ class Client:
         _, parameters = _XLAC._get_tensors_xla_device_data_node(tensors)
         if any(map(_XLAC._is_placecholder, parameters)):  # spelled so in torch-xla
             raise RuntimeError(
-                "this step needs a value that an earlier step boundary could not keep, as C++ alone held it: saved for "
-                "backward, for example. Put the boundary behind backward()"
+                "this step needs a value that an earlier step boundary could not keep, as only C++ "
+                "held it (saved for backward, for example): end the step after backward()"
             )
         _XLAC._xla_wait_device_ops([])
         arguments = [
@@ -159,13 +144,10 @@ class Client:
         try:
             outputs = self._wait_for(graph.executable, arguments)
         except (FutureTimeout, _jax.XlaRuntimeError) as error:
-            what = (
-                str(error)
-                or f"not all ranks ran their step within {self._timeout:g} s; did one of them raise?"
-            )
-            self.broken = what
+            late = f"not all ranks ran their step within {self._timeout:g} s; did one raise?"
+            self.broken = str(error) or late
             raise RuntimeError(
-                f"rank {self._rank} of {self._world_size} could not finish its step: {what}"
+                f"rank {self._rank} of {self._world_size} could not finish its step: {self.broken}"
             ) from error
         assert len(outputs) == len(tensors), f"{len(outputs)} results for {len(tensors)} tensors"
         return [
@@ -173,7 +155,9 @@ class Client:
         ]
 
     def _wait_for(self, executable, arguments: list) -> list:
-        """Runs in a thread: XLA gives a collective no time-out, and a thread can be left to wait alone."""
+        """Runs in a thread: XLA gives a collective no time-out, and a thread can be left to wait
+        alone.
+        """
         future = Future()
 
         def execute():
@@ -192,7 +176,8 @@ class Client:
         try:
             return future.result(self._timeout)
         except BaseException:
-            # The thread may never end. Its client must not be destroyed, which would wait for it at exit.
+            # The thread may never end. Its client must not be destroyed, which would wait for it at
+            # exit.
             _keep(self._client)
             raise
 

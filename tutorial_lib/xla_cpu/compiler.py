@@ -1,10 +1,10 @@
-"""Compiles graphs, each once: for all ranks that run it, and for every later run of the same program.
+"""Compiles graphs, each once: for all ranks that run it, and for every later run of the same
+program.
 
-A compiled graph is a file, named by all that its machine code depends on. The first rank that finds none compiles, the
-others that need the same one wait for its file.
+A compiled graph is a file, named by all that its machine code depends on. The first rank that finds
+none compiles, the others that need the same one wait for its file.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -17,14 +17,16 @@ from pathlib import Path
 import jaxlib
 import numpy as np
 import torch_xla
+from filelock import FileLock, Timeout
 from jaxlib import _jax, xla_client
 
 CACHE_VARIABLE = "TUTORIAL_XLA_CACHE"
 _DIGEST = 32  # bytes of a SHA-256
 _POLL = 0.02  # seconds between looks at whether another rank has finished
 _HEARTBEAT = 20.0  # seconds between messages of a rank that waits for another's compilation
-# XLA's newer emitters of fused kernels go through MLIR: a training step of BERT took 4.0 s of one core to compile with
-# them and 2.6 s without, and ran no faster. LLVM's own effort stays: at level 0 a step took twice as long.
+# XLA's newer emitters of fused kernels go through MLIR: a training step of BERT took 4.0 s of one
+# core to compile with them and 2.6 s without, and ran no faster. LLVM's own effort stays: at level
+# 0 a step took twice as long.
 _OVERRIDES = [("xla_cpu_use_fusion_emitters", False)]
 
 
@@ -39,11 +41,10 @@ class Compiler:
 
     Attributes:
         compilations: graphs compiled by this process.
-        cache_hits: graphs that came from a file, from an earlier run or another rank.
     """
 
     def __init__(self, client, rank: int, world_size: int, folder: Path):
-        self.compilations = self.cache_hits = 0
+        self.compilations = 0
         self._client, self._rank, self._folder = client, rank, folder
         self._devices = xla_client.DeviceList((client.local_devices()[0],))
         self._options = xla_client.CompileOptions()
@@ -73,33 +74,34 @@ class Compiler:
 
     @contextmanager
     def _alone(self, entry: Path) -> Iterator[None]:
-        """Lets one process at a time make `entry`. The lock of a process that dies is free at once."""
+        """Lets one process at a time make `entry`. The lock of a process that dies is free at once.
+
+        256 locks serve all graphs, so that nobody has to remove one: two graphs that share a lock
+        are compiled one after the other.
+        """
+        lock = FileLock(entry.parent / f"{entry.name[:2]}.lock")
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            locks = os.open(entry.parent / "locks", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            warnings.warn(
-                f"no rank can wait for another's compilation, so each compiles: {error}",
-                stacklevel=2,
-            )
-            yield
-            return
-        # One byte of one file for each graph: a file each would have to be removed, by whom?
-        place = int(entry.name[:12], 16)
-        began = spoken = time.monotonic()
+            self._wait_for(lock)
+        except (OSError, NotImplementedError) as error:
+            message = f"no rank can wait for another's compilation, so each compiles: {error}"
+            warnings.warn(message, stacklevel=2)
         try:
-            while not _take(locks, place):
-                time.sleep(_POLL)
-                if time.monotonic() - spoken > _HEARTBEAT:
-                    spoken = time.monotonic()
-                    seconds = spoken - began
-                    print(
-                        f"rank {self._rank}: another rank compiles this graph, for {seconds:.0f} s now",
-                        flush=True,
-                    )
             yield
         finally:
-            os.close(locks)
+            lock.release()
+
+    def _wait_for(self, lock: FileLock) -> None:
+        began = time.monotonic()
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_HEARTBEAT, poll_interval=_POLL)
+            except Timeout:
+                waited = f"{time.monotonic() - began:.0f} s"
+                print(
+                    f"rank {self._rank}: another rank compiles this graph, for {waited} now",
+                    flush=True,
+                )
 
     def _load(self, entry: Path):
         if not entry.exists():
@@ -116,7 +118,6 @@ class Compiler:
                 f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2
             )
             return None
-        self.cache_hits += 1
         return executable
 
     def _save(self, entry: Path, executable) -> None:
@@ -134,15 +135,6 @@ class Compiler:
             warnings.warn(
                 f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2
             )
-
-
-def _take(file: int, place: int) -> bool:
-    """Locks a byte of an open file; False if another process has it."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
 
 
 def _processor() -> str:

@@ -1,4 +1,6 @@
-"""What is in a graph, read from its HLO: what each rank really exchanges in a step, and which masks are constants."""
+"""What is in a graph, read from its HLO: what each rank really exchanges in a step, and which masks
+are constants.
+"""
 
 import math
 import re
@@ -9,7 +11,8 @@ from typing import NamedTuple
 _BITS = {"pred": 8, "bf16": 16}  # other names end in their number of bits
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) "
+    r"(?P<op>[\w-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 
@@ -36,8 +39,8 @@ class Collective(NamedTuple):
 def find_collectives(hlo_texts: Iterable[str]) -> list[Collective]:
     """The collectives of graphs given as HLO text, in the order of their first appearance.
 
-    torch-xla chains its collectives by a scalar token that travels with an all-reduce as one more operand; it is left
-    out here, as it is no part of the model.
+    torch-xla chains its collectives by a scalar token that travels with an all-reduce as one more
+    operand; it is left out here, as it is no part of the model.
     """
     found: Counter[Collective] = Counter()
     for text in hlo_texts:
@@ -57,10 +60,11 @@ def find_collectives(hlo_texts: Iterable[str]) -> list[Collective]:
 
 
 def find_masks(hlo_text: str, length: int) -> dict[tuple[int, ...], bool]:
-    """The tensors of truth values `[…, length, length]` of a graph, by shape, and whether they are constants.
+    """The tensors of truth values `[…, length, length]` of a graph, by shape, and whether they are
+    constants.
 
-    A constant one follows from the program alone: no input of the graph has a part in it, so that the compiler can
-    compute it once, and nobody has to send it to the device.
+    A constant one follows from the program alone: no input of the graph has a part in it, so that
+    the compiler can compute it once, and nobody has to send it to the device.
     """
     constant: dict[str, bool | list[bool]] = {}  # of a tuple's parts each
     masks: dict[tuple[int, ...], bool] = {}

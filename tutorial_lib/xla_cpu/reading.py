@@ -1,9 +1,10 @@
 """A value that depends on a collective cannot be read before the step.
 
-Read early (`loss.item()`, `print(loss)`), torch-xla would run the tensor's graph by itself, in this process alone, and the
-all-reduce of one process is the identity: a wrong number and no error. So from the first collective of a step up to its
-boundary torch-xla may execute nothing, and the ways to read a tensor look at its graph first. What is not among these
-(`torch.where(mask)`, `bincount`) ends in torch-xla's own error, "Unexpected execution".
+Read early (`loss.item()`, `print(loss)`), torch-xla would run the tensor's graph by itself, in this
+process alone, and the all-reduce of one process is the identity: a wrong number and no error. So
+from the first collective of a step up to its boundary torch-xla may execute nothing, and the ways
+to read a tensor look at its graph first. What is not among these (`torch.where(mask)`, `bincount`)
+ends in torch-xla's own error, "Unexpected execution".
 """
 
 import functools
@@ -27,8 +28,10 @@ _IN_TEXT = re.compile(
 )
 _READERS = {
     torch.Tensor: (
-        "cpu", "to", "item", "tolist", "numpy", "copy_", "__bool__", "__float__", "__int__", "__index__", "__complex__",
-        "__getitem__", "__setitem__", "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique",
+        "cpu", "to", "item", "tolist", "numpy", "copy_",
+        "__bool__", "__float__", "__int__", "__index__", "__complex__",
+        "__getitem__", "__setitem__",
+        "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique",
     ),
     torch: ("is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique"),
     _XLAC: ("_xla_get_cpu_tensors", "_xla_sync_multi"),
@@ -45,7 +48,8 @@ class Guard:
         for owner, names in _READERS.items():
             for name in names:
                 self._replace(owner, name, self._reading(getattr(owner, name)))
-        # xm.all_reduce over all ranks goes through the dispatcher, which would bypass the replacement above.
+        # xm.all_reduce over all ranks goes through the dispatcher, which would bypass the
+        # replacement above.
         self._library = torch.library.Library("_c10d_functional", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -140,8 +144,9 @@ def _check(tensors: list[torch.Tensor]) -> None:
     if pending and _IN_TEXT.search(_XLAC._get_xla_tensors_text(pending)):
         shapes = ", ".join(str(tuple(t.shape)) for t in pending)
         raise RuntimeError(
-            f"the value of an XLA tensor of shape {shapes} depends on a collective of this step, which has not run: "
-            "call mark_step() (torch_xla.sync()) on every rank first, then read it"
+            f"the value of an XLA tensor of shape {shapes} depends on a collective of this step, "
+            "which has not run: call mark_step() (torch_xla.sync()) on every rank first, then read "
+            "the value"
         )
 
 
@@ -151,8 +156,11 @@ def _all_reduce_of_all(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
 
 
 def _refuse(*args, **kwargs):
-    """In place of the collectives of `torch.distributed`: on XLA tensors they would reduce a copy and lose the result."""
+    """In place of the collectives of `torch.distributed`: on XLA tensors they would reduce a copy
+    and lose the result.
+    """
     raise RuntimeError(
-        "torch.distributed does not carry XLA tensors between CPU processes: use tutorial_lib.parallel_layers.comm or "
-        "torch_xla.core.xla_model, whose collectives are traced, or bring the tensor to the host first"
+        "torch.distributed cannot reduce XLA tensors between CPU processes: use "
+        "tutorial_lib.parallel_layers.comm or torch_xla.core.xla_model, whose collectives are "
+        "traced, or copy the tensor to the host first"
     )

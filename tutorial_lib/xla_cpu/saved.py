@@ -1,4 +1,6 @@
-"""What autograd holds of a step: tensors that a graph has saved, and those that its thread has not let go of yet."""
+"""What autograd holds of a step: tensors that a graph has saved, and those that its thread has not
+let go of yet.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -9,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class PackedTensors:
-    """Keeps a look at what a graph has saved from running hooks: to unpack, activation checkpointing computes a block.
+    """Keeps a look at what a graph has saved from running hooks: to unpack, activation
+    checkpointing computes a block.
 
     What hooks have packed they hold in Python, where the collector sees it.
     """
@@ -50,13 +53,16 @@ class _Packed(RuntimeError):
 
 
 class AutogradFence:
-    """Waits until autograd's thread for the device has let go of the tensors of the last `backward()`.
+    """Waits until autograd's thread for the device has let go of the tensors of the last
+    `backward()`.
 
-    It may still hold some after `backward()` has returned, and drops them without Python's lock. A tensor whose memory
-    goes in the moment in which the collector hands out its Python object ends the process. That thread does one thing
-    after the other: once it has done another, the last is behind it. This other is a gradient that is passed on as it
-    comes. All of its tensors stay, so it leaves nothing to let go of; all came from the host, so there is no graph. (Were
-    they 0-d, torch-xla would make constants of them, and these a part of the first step.)
+    It may still hold some after `backward()` has returned, and drops them without Python's lock. A
+    tensor whose memory goes in the moment in which the collector hands out its Python object ends
+    the process. That thread does one thing
+    after the other: once it has done another, the last is behind it. This other is a gradient that
+    is passed on as it comes. All of its tensors stay, so it leaves nothing to let go of; all came
+    from the host, so there is no graph. (Were they 0-d, torch-xla would make constants of them, and
+    these a part of the first step.)
     """
 
     def __init__(self, device: torch.device):
@@ -79,7 +85,7 @@ class _PassOn(torch.autograd.Function):
 
 
 def saved_for_backward(roots: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What the autograd graphs of `roots` keep: for a step boundary between forward and backward."""
+    """What the autograd graphs of `roots` keep, for a step that ends before backward."""
     todo = [t.grad_fn for t in roots if t.grad_fn is not None]
     visited = set(todo)
     while todo:

@@ -1,7 +1,8 @@
 """Which tensors are pending, and how one gets its result.
 
-torch-xla knows its live tensors, but hands none to Python. The garbage collector does: every tensor that Python can
-reach is one of its objects. What C++ alone holds (activations saved for backward, a view's base) hangs on one of these.
+torch-xla knows its live tensors, but hands none to Python. The garbage collector does: every tensor
+that Python can reach is one of its objects. What C++ alone holds (activations saved for backward, a
+view's base) hangs on one of these.
 """
 
 import gc
@@ -22,14 +23,16 @@ _OLDEST = 2  # the collector's generation of objects that stay
 
 
 class LiveTensors:
-    """The XLA tensors that Python can reach, without a look at all of the half a million objects of a process.
+    """The XLA tensors that Python can reach, without a look at all of the half a million objects of
+    a process.
 
-    An object enters the collector's oldest generation only in a collection of the one before (or of all). So it is
-    enough to note the tensors of the younger generations each time that one starts.
+    An object enters the collector's oldest generation only in a collection of the one before (or of
+    all). So it is enough to note the tensors of the younger generations each time that one starts.
 
-    Tensors in a dead cycle (a graph that a hook's closure refers to, say) would be pending as long as the collector has
-    not come by: on one rank and not on another, in one run and not in the next, with the collectives behind them. So it
-    comes by at each step's boundary, and at no other time.
+    Tensors in a dead cycle (a graph that a hook's closure refers to, say) would be pending as long
+    as the collector has
+    not come by: on one rank and not on another, in one run and not in the next, with the
+    collectives behind them. So it comes by at each step's boundary, and at no other time.
     """
 
     def __init__(self):
@@ -38,7 +41,7 @@ class LiveTensors:
         ] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
         gc.collect()
         self._note(gc.get_objects())
-        gc.freeze()  # modules, functions, …: half a million objects that no later collection has to look at
+        gc.freeze()  # modules, functions, …: no later collection has to look at them
         gc.callbacks.append(self._before_collection)
         self._collects = gc.isenabled()
         gc.disable()
@@ -60,7 +63,9 @@ class LiveTensors:
             self._old[id(obj)] = weakref.ref(obj)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Those that were noted by the last collection, which every object has been through, and are still there."""
+        """Those that were noted by the last collection, which every object has been through, and
+        are still there.
+        """
         for tensor in self._alive():
             if tensor.device.type == "xla":
                 yield tensor
@@ -68,8 +73,9 @@ class LiveTensors:
     def _alive(self) -> list[torch.Tensor]:
         """Those whose memory is not about to go.
 
-        A thread that drops the last reference to a tensor from C++ waits for Python's lock before it frees the memory.
-        What it waits with has a count of zero and must not be taken, so nobody else gets the lock in here.
+        A thread that drops the last reference to a tensor from C++ waits for Python's lock before
+        it frees the memory. What it waits with has a count of zero and must not be taken, so nobody
+        else gets the lock in here.
         """
         interval = sys.getswitchinterval()
         sys.setswitchinterval(3600)
@@ -80,7 +86,7 @@ class LiveTensors:
                 tensor for *_, tensor in found if tensor is not None and tensor._use_count() > 0
             ]
             for tensor in alive:
-                tensor._fix_weakref()  # torch asks for this where one takes back an object that was left to C++
+                tensor._fix_weakref()  # torch wants this when Python takes an object back from C++
             return alive
         finally:
             sys.setswitchinterval(interval)
@@ -106,9 +112,11 @@ Pending = dict[int, list[torch.Tensor]]
 
 
 def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> tuple[Pending, set[int]]:
-    """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one id are aliases.
+    """The pending tensors by torch-xla's id, in the order in which they were traced. Tensors of one
+    id are aliases.
 
-    Second, the storages that will have their whole value after the step, so that a view of one can stay one.
+    Second, the storages that will have their whole value after the step, so that a view of one can
+    stay one.
     """
     gc.collect()  # see LiveTensors
     if not count_pending(device):
@@ -127,7 +135,9 @@ def find_pending(live: LiveTensors, packed: PackedTensors, device: str) -> tuple
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a functional tensor is all of its storage, as it lies there. A parameter is a `detach` of what it is made of."""
+    """Whether a functional tensor is all of its storage, as it lies there. A parameter is a
+    `detach` of what it is made of.
+    """
     return all(
         isinstance(step, _WHOLE) for step in _functionalization.get_view_meta_sequence(tensor)
     )
@@ -149,7 +159,9 @@ def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> 
 
 
 def _first_id(tensor: torch.Tensor) -> int:
-    """A tensor's id as traced. The collector's order is not that of another run: it goes by addresses."""
+    """A tensor's id as traced. The collector's order is not that of another run: it goes by
+    addresses.
+    """
     functional = torch._is_functional_tensor(tensor)
     return _XLAC._xla_get_tensor_id(torch._from_functional_tensor(tensor) if functional else tensor)
 
@@ -165,16 +177,18 @@ def _with_held_by_them(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def set_data(pending: Pending, whole_storages: set[int], results: list[torch.Tensor]) -> None:
-    """Gives each pending tensor its result, shared, not copied. Views stay views, aliases aliases, versions unchanged.
+    """Gives each pending tensor its result, shared, not copied. Views stay views, aliases aliases,
+    versions unchanged.
 
     Args:
         pending, whole_storages: from `find_pending`.
         results: a value for each entry of `pending`, in its order.
 
-    A tensor and its views share one functional storage, from which torch brings each of them up to date when another
-    was written. So a whole tensor is written into the storage, and its views, regenerated from there, get their own
-    results in place of the slices they would be. What was made under a dispatch mode written in Python (a counter of
-    operations, say) has no such storage, and may be the inside of one that has.
+    A tensor and its views share one functional storage, from which torch brings each of them up to
+    date when another was written. So a whole tensor is written into the storage, and its views,
+    regenerated from there, get their own results in place of the slices they would be. What was
+    made under a dispatch mode written in Python (a counter of operations, say) has no such storage,
+    and may be the inside of one that has.
     """
     views = []
     for found, result in zip(pending.values(), results):
@@ -195,15 +209,17 @@ def set_data(pending: Pending, whole_storages: set[int], results: list[torch.Ten
             torch._functionalize_sync(view)
             torch._functionalize_replace(view, inner)
         else:
-            # The tensor that this is a part of is out of reach and has no value after this: the view becomes a whole.
-            # (Two such views that overlap no longer share what is written later.)
+            # The tensor that this is a part of is out of reach and has no value after this: the
+            # view becomes a whole. (Two such views that overlap no longer share what is written
+            # later.)
             view.data = result
 
 
 def drop_rest(device: str) -> None:
     """Forgets the graphs that are still pending: earlier values that nobody can reach, kept by C++.
 
-    Should somebody reach one after all, torch-xla refuses to read it, as it has no data. What is a mere copy of data (a
-    `clone()`) gets it: torch-xla's own end of a step would compile a graph for that.
+    Should somebody reach one after all, torch-xla refuses to read it, as it has no data. What is a
+    mere copy of data (a `clone()`) gets it: torch-xla's own end of a step would compile a graph for
+    that.
     """
     _XLAC._clear_pending_irs(device)

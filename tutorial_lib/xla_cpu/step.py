@@ -11,13 +11,12 @@ from .reading import Guard
 _XLAC = torch_xla._XLAC
 
 
-class Mesh:
+class StepBoundary:
     """This process's place among the processes that run their graphs together."""
 
     def __init__(self, rank: int, world_size: int, timeout: float):
-        device = (
-            torch_xla.device()
-        )  # before the first backward() of the process, or autograd has no queue for it
+        # Before the first backward() of the process, or autograd has no queue for the device.
+        device = torch_xla.device()
         self._fence = saved.AutogradFence(device)
         self.client = Client(rank, world_size, timeout)
         self._guard = Guard()
@@ -29,9 +28,8 @@ class Mesh:
         xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
 
     def close(self) -> None:
-        if (
-            self._guard.is_closed()
-        ):  # nobody will run these collectives now, and torch-xla would do it alone
+        if self._guard.is_closed():
+            # Nobody will run these collectives now, and torch-xla would run them alone.
             tensors.drop_rest(str(torch_xla.device()))
         _XLAC._xla_step_marker = self._own_step_marker
         xr._WORLD_SIZE, xr._ORDINAL = self._own_world
@@ -45,12 +43,15 @@ class Mesh:
     ) -> None:
         """In place of torch-xla's, which all of its ways to end a step come down to."""
         self.run_pending(device)
-        # Nothing is left to run. This ends the step for torch-xla: the next random seed, a new chain of collectives.
+        # Nothing is left to run. This ends the step for torch-xla: the next random seed, a new
+        # chain of collectives.
         self._own_step_marker(device, devices, wait=wait, reset_scope=reset_scope)
 
     @torch.no_grad()
     def run_pending(self, device: str) -> int:
-        """Runs the pending tensors of the device with the other ranks'; returns how many there were."""
+        """Runs the pending tensors of the device with the other ranks'; returns how many there
+        were.
+        """
         self._fence.wait()
         pending, whole_storages = tensors.find_pending(self._live, self._packed, device)
         # The next collective does not wait for these, not even if they fail.
@@ -61,7 +62,8 @@ class Mesh:
                 tensors.set_data(pending, whole_storages, results)
             tensors.drop_rest(device)
         except KeyboardInterrupt:
-            # It would run what the others have behind them, and each of its collectives would meet another one.
+            # It would run what the others have behind them, and each of its collectives would meet
+            # another one.
             self.client.broken = "its step was interrupted"
             raise
         self._guard.open()
