@@ -12,6 +12,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from .files import Digest, check_file, sync_directory, write_text
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
@@ -27,6 +29,11 @@ class Complete:
         path: where it lies.
         step: the training step: from its marker, else the number at the end of its tag.
         sequence: counts the saves into one folder; 0 if another library wrote it.
+        key: the hash of its marker, which a copy of the folder has too; the tag if another library
+            wrote it.
+        earlier: the keys of the checkpoints that were there when this one was saved; None if an
+            earlier version or another library wrote it.
+        copy: whether the marker is that of another tag: somebody copied or renamed the folder.
         files: the digest of each of its files by relative name; empty if another library wrote it.
         mesh: the sizes of the mesh that wrote it; empty if another library did.
     """
@@ -37,11 +44,27 @@ class Complete:
     sequence: int
     files: dict[str, Digest]
     mesh: dict[str, int]
+    key: str = ""
+    earlier: frozenset[str] | None = None
+    copy: bool = False
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Orders checkpoints, the latest last."""
-        return (-1 if self.step is None else self.step, self.sequence)
+    def age(self) -> tuple[int, int, str]:
+        """Orders checkpoints as they were saved, the last one last."""
+        return (self.sequence, -1 if self.step is None else self.step, self.tag)
+
+    def follows(self, other: "Complete") -> bool:
+        """True if this one is known to have been saved after the other.
+
+        The marker says so. Without one that does, the number of saves decides, and between
+        checkpoints of another library the number in their tags if the rest of the tags is equal.
+        """
+        if self.earlier is not None:
+            return other.key in self.earlier
+        if self.sequence and other.sequence:
+            return self.sequence > other.sequence
+        comparable = other.earlier is None and _stem(self.tag) == _stem(other.tag)
+        return comparable and None not in (self.step, other.step) and self.step > other.step
 
     def check(self, file: str | Path) -> None:
         """Raises FileNotFoundError or ValueError unless `file`, of this checkpoint, is as it was
@@ -81,6 +104,11 @@ def check_kept(number: object) -> None:
         )
 
 
+def _stem(tag: str) -> str:
+    """A tag without the number at its end."""
+    return tag.rstrip("0123456789")
+
+
 def step_of(tag: str) -> int | None:
     """The number at the end of a tag, as in `step_1000`."""
     match = re.search(r"(\d+)$", tag)
@@ -93,28 +121,32 @@ def _read(path: Path, tag: str) -> Complete | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return None
     if text.strip() in ("", "1"):  # written by the vendor's library
-        return Complete(tag, path, step_of(tag), 0, {}, {})
+        return Complete(tag, path, step_of(tag), 0, {}, {}, tag)
     try:
         marker = json.loads(text)
         files = {name: Digest(**digest) for name, digest in marker["files"].items()}
         step, sequence, mesh = marker["step"], marker["sequence"], marker["mesh"]
         numbers = [sequence, *mesh.values(), *([] if step is None else [step])]
+        earlier = frozenset(marker["earlier"]) if "earlier" in marker else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not all(type(number) is int for number in numbers) or not {"tp", "pp"} <= mesh.keys():
         return None
-    return Complete(tag, path, step, sequence, files, mesh)
+    key, copy = xxhash.xxh3_128_hexdigest(text.encode()), marker.get("tag") != tag
+    return Complete(tag, path, step, sequence, files, mesh, key, earlier, copy)
 
 
 def complete(folder: str | Path) -> list[Complete]:
-    """The complete checkpoints, the latest last. By what the markers say, never by the time of a
-    file. A link to one of the folder (`latest`) is not counted a second time.
+    """The complete checkpoints in the order in which they were saved, by what the markers say and
+    never by the time of a file. A copy of one of them, or a link to it, is not counted again.
     """
     folder = Path(folder)
     paths = [p for p in folder.iterdir() if not _is_alias(p)] if folder.is_dir() else []
     names = [p.name for p in paths if not p.name.endswith((INCOMPLETE, REMOVED))]
     found = (_of_tag(folder, tag) for tag in {name.removesuffix(REPLACED) for name in names})
-    return sorted((item for item in found if item is not None), key=lambda i: (i.age, i.tag))
+    found = sorted((item for item in found if item is not None), key=lambda item: item.age)
+    originals = {item.key: item for item in sorted(found, key=lambda item: not item.copy)}
+    return [item for item in found if originals[item.key] is item]
 
 
 def _of_tag(folder: Path, tag: str) -> Complete | None:
@@ -153,11 +185,13 @@ def _is_alias(path: Path) -> bool:
 
 
 def latest(folder: str | Path) -> Complete:
-    """The complete checkpoint with the highest step.
+    """The complete checkpoint that was saved last, whatever its step: a run that went back, or is
+    shorter than an earlier one in the same folder, goes on from its own.
 
     Raises:
         RuntimeError: there is none; with what interrupted saves have left.
-        ValueError: several come last, and their markers and tags do not tell which is the latest.
+        ValueError: the markers do not tell which of several was saved last, as after copying one
+            from another folder; with their tags.
     """
     found = complete(folder)
     if not found:
@@ -165,14 +199,14 @@ def latest(folder: str | Path) -> Complete:
         raise RuntimeError(
             f"no complete checkpoint under {folder}" + (f"; incomplete: {rest}" if rest else "")
         )
-    last = [item for item in found if item.age == found[-1].age]
-    if len(last) > 1:
-        names = ", ".join(item.tag for item in last)
+    last = [a for a in found if not any(b.follows(a) for b in found)]
+    if len(last) != 1:
+        names = ", ".join(item.tag for item in last or found)
         raise ValueError(
-            f"{folder}: neither markers nor tags tell which of {names} is the latest; name the tag "
-            "to load"
+            f"{folder}: the markers do not tell which of {names} was saved last; name the tag to "
+            "load, or move the others away"
         )
-    return found[-1]
+    return last[0]
 
 
 def find(folder: str | Path, tag: object) -> Complete:
@@ -247,6 +281,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
         "tag": tag,
         "step": step,
         "sequence": 1 + max((item.sequence for item in earlier), default=0),
+        "earlier": sorted({item.key for item in earlier}),
         "mesh": mesh,
         "files": {name: digest._asdict() for name, digest in sorted(files.items())},
     }
@@ -275,15 +310,15 @@ def remove(path: Path) -> None:
 
 
 def rotate(folder: str | Path, num_kept: int | None, current: str) -> None:
-    """Keeps the `num_kept` latest complete checkpoints, `current` among them, and clears away what
-    interrupted ones left.
+    """Keeps the `num_kept` complete checkpoints that were saved last, `current` among them, and
+    clears away what interrupted ones left. What somebody copied or renamed stays.
 
     Args:
         num_kept: None or -1 keeps all and clears nothing.
     """
     if num_kept is None or num_kept == -1:
         return
-    others = [item for item in complete(folder) if item.tag != current]
+    others = [item for item in complete(folder) if item.tag != current and not item.copy]
     for item in others[: max(len(others) - (num_kept - 1), 0)]:
         remove(item.path)
     for path in incomplete(folder):
