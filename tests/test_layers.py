@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tutorial_lib.modules.qkv_linear import GQAQKVColumnParallelLinear
-from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers import comm, mappings, parallel_state
 from tutorial_lib.parallel_layers.layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
@@ -649,6 +649,33 @@ BAD = {
     "ordering": (lambda: ColumnParallelLinear(4, 4, rank_ordering=[0, 2]), ("0, 2", "2")),
     "padding id": (lambda: ParallelEmbedding(4, 4, padding_idx=4), ("4",)),
 }
+# Sizes that fit by chance: only where the features come from tells that they are not what the layer takes.
+BY_CHANCE = {
+    "a shard as the whole": (
+        lambda: ColumnParallelLinear(4, 4)(
+            ColumnParallelLinear(4, 8, gather_output=False)(torch.ones(2, 4)).relu()
+        ),
+        ("features of all ranks", "one rank's shard"),
+    ),
+    "a shard, scattered, as the whole": (
+        lambda: RowParallelLinear(2, 4)(
+            mappings.scatter_to_tensor_model_parallel_region(torch.ones(2, 4))
+        ),
+        ("features of all ranks", "one rank's shard"),
+    ),
+    "the whole as a shard": (
+        lambda: RowParallelLinear(8, 4, input_is_parallel=True)(
+            ColumnParallelLinear(4, 4)(torch.ones(2, 4)).tanh()
+        ),
+        ("this rank's shard", "those of all ranks"),
+    ),
+    "a shard for q, k and v": (
+        lambda: GQAQKVColumnParallelLinear(4, (4, 4))(
+            ColumnParallelLinear(4, 8, gather_output=False)(torch.ones(2, 4))
+        ),
+        ("features of all ranks", "one rank's shard"),
+    ),
+}
 ANYWHERE = {
     "id too large": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, 8])), ("8",)),
     "negative id": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, -1])), ("-1", "8")),
@@ -671,7 +698,7 @@ ANYWHERE = {
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_errors_name_the_numbers_on_all_ranks(ranks, size):
-    tables = ("BAD", "ANYWHERE") if size == 2 else ("ANYWHERE",)
+    tables = ("BAD", "BY_CHANCE", "ANYWHERE") if size == 2 else ("ANYWHERE",)
     assert_messages(ranks, __name__, *tables, size=size)
 
 

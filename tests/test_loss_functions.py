@@ -9,10 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear
 from tutorial_lib.parallel_layers.loss_functions import (
     from_parallel_logits_to_logprobs,
     parallel_cross_entropy,
 )
+from tutorial_lib.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 from .parity import assert_messages
 
@@ -204,6 +206,64 @@ def padded_logprobs():
 
 def test_padding_of_the_vocabulary_has_no_probability(ranks):
     assert max(ranks(padded_logprobs, world_size=2, tp=2)) <= 1e-10
+
+
+def head(gather=True, bias=True):
+    return ColumnParallelLinear(4, 8, bias, gather)(torch.ones(2, 3, 4))
+
+
+def loss_of(logits, **options):
+    return parallel_cross_entropy(logits, torch.zeros(logits.shape[:-1]).long(), **options)
+
+
+def without_gradients():
+    with torch.no_grad():
+        return loss_of(head())
+
+
+# As in Hugging Face's losses: in float32, without the last position, and tokens in one dimension.
+def shifted(logits):
+    return logits.to(torch.float64)[:, :-1].contiguous().view(-1, logits.size(-1))
+
+
+GATHERED = {
+    name: (case, ("were gathered", "gather_output=False"))
+    for name, case in {
+        "by the layer": lambda: loss_of(head()),
+        "without a bias": lambda: loss_of(head(bias=False), vocab_size=8),
+        "padded": lambda: loss_of(ColumnParallelLinear(4, 7, pad=True)(torch.ones(3, 4))),
+        "padded beyond the vocabulary": lambda: loss_of(
+            ColumnParallelLinear(4, 7, pad=True, pad_alignment_size_per_rank=16)(torch.ones(3, 4))
+        ),
+        "by a mapping": lambda: loss_of(gather_from_tensor_model_parallel_region(head(False))),
+        "and their padding dropped": lambda: loss_of(
+            gather_from_tensor_model_parallel_region(head(False))[..., :7]
+        ),
+        "then shifted and cast": lambda: loss_of(shifted(head())),
+        "without gradients": without_gradients,
+    }.items()
+}
+
+
+def known_sizes():
+    torch.manual_seed(0)
+    padded = ColumnParallelLinear(4, 7, gather_output=False, pad=True, dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(4, 7, dtype=torch.float64)
+    wanted = F.cross_entropy(plain(torch.ones(1, 4, dtype=torch.float64)), torch.tensor([0]))
+    again = mine(gather_from_tensor_model_parallel_region(head(False)))
+    loss_of(again)  # gathered, and sharded once more: allowed
+    return (loss_of(padded(torch.ones(1, 4, dtype=torch.float64))) - wanted).abs().item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_padded_head_needs_no_vocab_size(ranks, size):
+    assert max(ranks(known_sizes, world_size=size, tp=size)) <= 1e-10
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_logits_are_refused_on_all_ranks(ranks, size):
+    assert_messages(ranks, __name__, "GATHERED", size=size)
 
 
 BAD = {

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..parallel_layers import mappings, parallel_state
 from ..parallel_layers.layers_utils import column_parallel_linear
-from ..parallel_layers.parallel_linear import InitMethod, kaiming
+from ..parallel_layers.parallel_linear import InitMethod, check_features, kaiming
 from ..parallel_layers.sharded_module import ShardedModule
 from ..parallel_layers.sharding import Partition
 from ..parallel_layers.utils import ensure_divisibility, ensure_positive
@@ -159,10 +159,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value of this rank, or all."""
         self._check_mesh()
-        if input.size(-1) != self.input_size:
-            raise ValueError(
-                f"the input of shape {tuple(input.shape)} should have {self.input_size} features"
-            )
+        check_features(self, input, self.input_size, sharded=False)
         weight, bias = self._fused("weight"), self._fused("bias") if self.use_bias else None
         local = [self._cuts[part].local_sizes[0] for part in PARTS]
         shared = self.kv_size_multiplier > 1

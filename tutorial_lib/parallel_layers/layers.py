@@ -104,7 +104,7 @@ class ColumnParallelLinear(ParallelLinear):
             input: `[…, input_size]`.
             slice_indices: rows of this rank's weight to compute, by default all.
         """
-        self._check_input(input, self.input_size)
+        self._check_input(input, self.input_size, sharded=False)
         if slice_indices is not None and self.gather_output and self.bias is not None:
             raise ValueError(
                 "slice_indices needs gather_output=False or bias=False: the bias is that of all features"
@@ -127,6 +127,10 @@ class ColumnParallelLinear(ParallelLinear):
                 output = self._in_order(output)
             if self.bias is not None and not self.skip_bias_add:
                 output = output + self._whole_bias(output)
+        if slice_indices is None:
+            mappings.note_features(
+                output, self.output_size, self.output_size_per_partition, self.gather_output
+            )
         return (output, self.bias) if self.skip_bias_add else output
 
     def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -224,11 +228,11 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, input: torch.Tensor):
         """The sum over the ranks, or this rank's chunk or share of it."""
         if not self.input_is_parallel:
-            self._check_input(input, self.input_size)
+            self._check_input(input, self.input_size, sharded=False)
             if not self._cut.trivial:
                 input = self._by_rank(input)
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.groups)
-        self._check_input(input, self.input_size_per_partition)
+        self._check_input(input, self.input_size_per_partition, sharded=True)
         weight = self.matrix
         real = self._cut.real_size(self._rank)
         if real < weight.size(1):

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from . import comm, parallel_state
+from . import comm, mappings, parallel_state
 from .utils import ids_outside
 
 
@@ -90,7 +90,7 @@ def parallel_cross_entropy(
             spread evenly over all V classes, the right one included (not over the V − 1 others).
         ignore_index: the target of a token whose loss and gradient are exactly 0.
         vocab_size: V where the logits carry padding behind it, which then takes no part; by default
-            all of them.
+            `output_size` of the column-parallel layer that they come from, otherwise all of them.
         groups: the ranks that the vocabulary is cut over; by default the tensor-parallel group.
 
     Returns:
@@ -98,7 +98,8 @@ def parallel_cross_entropy(
         have.
 
     Raises:
-        ValueError: shapes that do not fit, a target outside of the vocabulary, a smoothing outside
+        ValueError: logits that were gathered, as far as their autograd graph (or, without one, the
+            tensor itself) shows it; shapes that do not fit, a target outside of the vocabulary, a smoothing outside
             of [0, 1) or a `vocab_size` larger than the logits; on every rank. On an accelerator
             such a target's loss is NaN instead.
     """
@@ -110,6 +111,14 @@ def parallel_cross_entropy(
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing {label_smoothing} is not in [0, 1)")
     local = logits.size(-1)
+    if axis.size > 1 and mappings.holds_shard(logits) is False:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} were gathered: each of {axis.size} ranks holds "
+            "the whole vocabulary, and this loss takes its shard (gather_output=False)"
+        )
+    noted = mappings.noted_features(logits)
+    if vocab_size is None and noted is not None and local == noted.shard:
+        vocab_size = noted.whole
     vocabulary = local * axis.size if vocab_size is None else vocab_size
     if not 0 < vocabulary <= local * axis.size:
         raise ValueError(

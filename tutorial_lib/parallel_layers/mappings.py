@@ -7,6 +7,8 @@ the pair, with a gradient of its own, so that second derivatives are right too. 
 tensor-parallel one; in a group of one rank every pair is the identity.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.autograd import Function
 
@@ -14,6 +16,48 @@ from . import comm, parallel_state
 from .utils import divide
 
 Group = comm.Groups
+
+
+class Features(NamedTuple):
+    """What is noted about the last dimension of a tensor: see `note_features`."""
+
+    whole: int  # features in all, without padding
+    shard: int  # features of one rank, with padding
+    gathered: bool  # the tensor holds them all, or one rank's shard
+
+
+def note_features(output: torch.Tensor, whole: int, shard: int, gathered: bool) -> torch.Tensor:
+    """Notes on `output`, and in its autograd graph, whether it holds a shard of the features."""
+    output.parallel_features = Features(whole, shard, gathered)
+    if output.grad_fn is not None:
+        output.grad_fn.metadata["parallel_features"] = output.parallel_features
+    return output
+
+
+def noted_features(x: torch.Tensor) -> Features | None:
+    """The note on `x`, or on what `x` was computed from by functions of one tensor (views, casts,
+    activations, but neither a multiplication by a matrix nor a reduction); None if there is none.
+
+    Without an autograd graph only the tensor that a region or a layer returned has its note.
+    """
+    if hasattr(x, "parallel_features"):
+        return x.parallel_features
+    node = x.grad_fn
+    while node is not None:
+        if "parallel_features" in node.metadata:
+            return node.metadata["parallel_features"]
+        inputs = [source for source, _ in node.next_functions if source is not None]
+        mixes = any(word in node.name().lower() for word in ("mm", "linear", "reduce"))
+        node = None if mixes or len(inputs) != 1 else inputs[0]
+    return None
+
+
+def holds_shard(x: torch.Tensor) -> bool | None:
+    """True if the features of `x` are one rank's shard, False if they are whole, None if unknown."""
+    noted = noted_features(x)
+    if noted is None:
+        return None
+    return not noted.gathered or x.size(-1) < min(noted.whole, noted.shard + 1)
 
 
 def _size(group: Group) -> int:
@@ -145,14 +189,16 @@ def scatter_to_tensor_model_parallel_region(
     x: torch.Tensor, process_group: Group = None
 ) -> torch.Tensor:
     """forward: keep this rank's chunk of the last dim / backward: all-gather along it."""
-    return _ScatterToRegion.apply(x, -1, process_group)
+    chunk = _ScatterToRegion.apply(x, -1, process_group)
+    return note_features(chunk, x.size(-1), chunk.size(-1), gathered=False)
 
 
 def gather_from_tensor_model_parallel_region(
     x: torch.Tensor, process_group: Group = None
 ) -> torch.Tensor:
     """forward: all-gather along the last dim / backward: keep this rank's chunk."""
-    return _GatherFromRegion.apply(x, -1, process_group)
+    gathered = _GatherFromRegion.apply(x, -1, process_group)
+    return note_features(gathered, gathered.size(-1), x.size(-1), gathered=True)
 
 
 def gather_from_tensor_model_parallel_region_with_dim(

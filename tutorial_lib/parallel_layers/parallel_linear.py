@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from . import mappings
 from .sharded_module import ShardedModule
 from .utils import ensure_divisibility, ensure_positive
 
@@ -21,6 +22,19 @@ def padding(size: int, parts: int, multiple: int = 1) -> int:
     """Zeros behind `size` so that each of `parts` gets the same multiple of `multiple`."""
     ensure_positive(pad_alignment_size_per_rank=multiple)
     return -size % (parts * multiple)
+
+
+def check_features(layer: ShardedModule, x: torch.Tensor, size: int, sharded: bool) -> None:
+    """Raises ValueError unless `x` has `size` features: one rank's shard if `sharded`, else all."""
+    given = None if layer._size == 1 else mappings.holds_shard(x)
+    if x.size(-1) != size or given is (not sharded):
+        wanted = "this rank's shard of the features" if sharded else "the features of all ranks"
+        found = {True: ", one rank's shard", False: ", those of all ranks", None: ""}[given]
+        raise ValueError(
+            f"{type(layer).__name__} takes {wanted}: {size} of {layer.input_size} on {layer._size} "
+            f"ranks; the input of shape {tuple(x.shape)} has {x.size(-1)}{found} "
+            "(gather_output of the layer before has to be the opposite of input_is_parallel)"
+        )
 
 
 class ParallelLinear(ShardedModule):
@@ -71,13 +85,9 @@ class ParallelLinear(ShardedModule):
                 self._draw((self.output_size,), lambda b: nn.init.uniform_(b, -bound, bound)),
             )
 
-    def _check_input(self, x: torch.Tensor, size: int) -> None:
+    def _check_input(self, x: torch.Tensor, size: int, sharded: bool) -> None:
         self._check_mesh()
-        if x.size(-1) != size:
-            raise ValueError(
-                f"the input of shape {tuple(x.shape)} should have {size} features "
-                f"({self.input_size} in all, {self._size} ranks)"
-            )
+        check_features(self, x, size, sharded)
         sequence = self.sequence_dimension
         if self.sequence_parallel_enabled and not 0 <= sequence < x.dim() - 1:
             raise ValueError(
