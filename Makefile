@@ -4,14 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help tutorials test test-full test-grid lab notebooks clean
+.PHONY: help tutorials test test-full test-grid lab notebooks check instance clean
 
 help:                          ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
+# In words that Python 2 reads too.
+SUPPORTED := import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 14) else \
+	'Python 3.11 to 3.14 is needed, $(PYTHON) is %d.%d: make PYTHON=python3.11, for example' % v)
+XLA := import importlib.util as u; u.find_spec('torch_xla') or print('Without the backend xla: \
+	torch-xla has packages for Linux on x86_64 with Python 3.11 to 3.13 only')
+
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c "$(SUPPORTED)"
+	@echo "Building $(VENV): some minutes, most of them for PyTorch and its CUDA libraries"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[xla,test]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[xla,test]'
+	$(BIN)/python -m data_scripts.dump
+	@$(BIN)/python -c "$(XLA)"
 	touch $(READY)
 
 tutorials: $(READY)            ## every notebook, executed into build/executed/ as .ipynb and .html
@@ -28,11 +38,25 @@ test-full: $(READY)            ## the whole: what `make test` does, then the slo
 test-grid: $(READY)            ## every combination of the models, more notebooks, a hundred kills
 	$(BIN)/python -m pytest -m grid tests
 
+check: $(READY)                ## the layout of the code, and the rules that pyproject.toml names
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
 lab: $(READY)                  ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)            ## refresh the committed outputs
 	$(BIN)/python -m notebooks.run refresh
+
+# pip would replace an older numpy for the sake of a newer package that asks for it.
+KEPT := torch|numpy|protobuf|neuron|libneuron|nki|jax|ml.dtypes|nvidia|triton
+
+instance:                      ## into the active environment, which keeps its torch, numpy and Neuron packages
+	@$(PYTHON) -c "$(SUPPORTED)"
+	mkdir -p build
+	$(PYTHON) -m pip list --format freeze | grep -iE '^($(KEPT))' > build/kept.txt || true
+	$(PYTHON) -m pip install --constraint build/kept.txt --editable .
+	$(PYTHON) -m data_scripts.dump
 
 clean:                         ## remove build/ and .venv
 	rm -rf build $(VENV)

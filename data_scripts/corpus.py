@@ -2,7 +2,6 @@
 
 import bz2
 import importlib.metadata
-import importlib.util
 import json
 import os
 import signal
@@ -15,21 +14,10 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from data_scripts.dump import default_dump
 from data_scripts.files import Stage, ensure, sha256
 
 ARTICLES = "articles.jsonl"
-
-_GENSIM_SHARD = (
-    "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
-)
-
-
-def default_dump() -> Path:
-    """The shard of a real English Wikipedia dump (106 articles) that comes with gensim."""
-    spec = importlib.util.find_spec("gensim")  # not imported: that takes seconds
-    if spec is None:
-        raise FileNotFoundError("gensim, whose wheel carries the default dump, is not installed")
-    return Path(spec.submodule_search_locations[0]) / _GENSIM_SHARD
 
 
 def prepare_corpus(

@@ -42,7 +42,7 @@ def prepare(
             language models (`BlockOptions`); `megatron`, tokens in Megatron-LM's format
             (`MegatronOptions`).
         data_dir: where all of it goes; default `build/data` in the project.
-        dump: `*-pages-articles*.xml.bz2`; default the shard that comes with gensim.
+        dump: `*-pages-articles*.xml.bz2`; default 106 articles of English Wikipedia.
         tokenizer: a given `vocab.txt` (`bert`), `tokenizer.json` (`blocks`) or folder with
             `vocab.json` and `merges.txt` (`megatron`); default one that is trained on the dump.
         vocab_size: exact size of the vocabulary; default 8192 when trained, any when given.
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data_scripts.prepare", description=__doc__)
     parser.add_argument("--format", choices=FORMATS, default="bert")
     parser.add_argument("--data-dir", type=Path, default=DATA_DIR)
-    parser.add_argument("--dump", type=Path, help="default: the shard that comes with gensim")
+    parser.add_argument("--dump", type=Path, help="default: 106 articles of English Wikipedia")
     parser.add_argument("--tokenizer", type=Path, help="default: one trained on the dump")
     parser.add_argument("--vocab-size", type=int, help="default: 8192 when trained")
     parser.add_argument("--workers", type=int, help="processes; default: one a core")

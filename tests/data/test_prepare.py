@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_scripts import files
-from data_scripts.corpus import ARTICLES, default_dump
+from data_scripts.corpus import ARTICLES
+from data_scripts.dump import default_dump
 from data_scripts.prepare import prepare
 
 
