@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure, sha256
 from data_scripts.json_lines import texts
+from data_scripts.stages import Stage, ensure, sha256
 
 VOCAB = "vocab.json"
 MERGES = "merges.txt"

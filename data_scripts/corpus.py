@@ -3,21 +3,24 @@
 import bz2
 import importlib.metadata
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 from tqdm import tqdm
+from wikiextractor.extract import Extractor
 
 from data_scripts.dump import default_dump
-from data_scripts.files import Stage, ensure, sha256
+from data_scripts.markup import drop_unclosed_tags
+from data_scripts.processes import in_order
+from data_scripts.stages import Stage, ensure, sha256
 
 ARTICLES = "articles.jsonl"
+PAGES_AT_A_TIME = 20  # sent to a worker
 
 
 def prepare_corpus(
@@ -53,68 +56,110 @@ def prepare_corpus(
 
 
 def extract(dump: Path, articles: Path, *, workers: int = 1, progress: bool = True) -> dict:
-    """Write the dump's articles as JSON lines and return their counts.
-
-    The dump is decompressed here and piped through WikiExtractor: given a file that is cut short
-    it would wait for ever, so the end of the dump is checked on this side of the pipe.
-    """
-    command = [sys.executable, "-m", "wikiextractor.WikiExtractor", "--json", "--no-templates"]
-    command += ["--html-safe=", "--quiet", "--processes", str(workers), "--output=-", "/dev/stdin"]
+    """Write the dump's articles as JSON lines and return their counts."""
     kept = empty = characters = 0
-    with tempfile.TemporaryFile() as stderr, open(articles, "wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        with process, ThreadPoolExecutor(1) as pool:
-            feeding = pool.submit(_feed, dump, process.stdin, progress)
-            try:
-                for line in process.stdout:
-                    text = json.loads(line)["text"]
-                    if not text.strip():
-                        empty += 1
-                        continue
-                    out.write(line)
-                    kept += 1
-                    characters += len(text)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # with its workers
-                raise
-            failure = feeding.exception()
-        if isinstance(failure, ValueError):
-            raise failure
-        if failure is not None or process.returncode != 0:
-            stderr.seek(0)
-            message = stderr.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(
-                f"WikiExtractor ended with status {process.returncode} on {dump}:\n{message}"
-            ) from failure
+    with open(articles, "wb") as out, open(dump, "rb") as raw:
+        pages = _read_pages(dump, raw, progress)
+        jobs = iter(lambda: list(islice(pages, PAGES_AT_A_TIME)), [])
+        for lines in in_order(_extract_pages, jobs, workers):
+            for line, length in lines:
+                if length == 0:
+                    empty += 1
+                    continue
+                out.write(line)
+                kept += 1
+                characters += length
     if kept == 0:
         raise ValueError(f"{dump} holds no article with text ({empty} pages without)")
     return {"articles": kept, "pages_without_text": empty, "characters": characters}
 
 
-def _feed(dump: Path, sink: BinaryIO, progress: bool) -> None:
-    """Decompress the dump into `sink` and close it; ValueError if the dump is not whole."""
-    end = b""
-    size = dump.stat().st_size
-    with sink, open(dump, "rb") as raw, bz2.open(raw) as xml:
-        with tqdm(total=size, unit="B", unit_scale=True, desc="dump", disable=not progress) as bar:
-            while block := _decompress(xml, dump):
-                sink.write(block)
-                end = (end + block)[-100:]
-                bar.update(raw.tell() - bar.n)
-    if not end.rstrip().endswith(b"</mediawiki>"):
-        raise ValueError(f"{dump} is cut short or no dump: it does not end with </mediawiki>")
+@dataclass(frozen=True)
+class _Page:
+    """An article as it stands in the dump, and what its markup depends on."""
+
+    id: str
+    revision: str
+    title: str
+    text: str
+    site: str
+    namespaces: frozenset[str]
+    template_prefix: str
 
 
-def _decompress(xml: bz2.BZ2File, dump: Path) -> bytes:
+def _read_pages(dump: Path, raw: BinaryIO, progress: bool) -> Iterator[_Page]:
+    """The articles of a dump; ValueError if it is not whole."""
+    bar = tqdm(
+        total=dump.stat().st_size, unit="B", unit_scale=True, desc="dump", disable=not progress
+    )
+    site, namespaces, templates, last = "", {"Template"}, "Template", None
     try:
-        return xml.read(1 << 20)
+        with bar, bz2.open(raw) as xml:
+            for event, element in ElementTree.iterparse(xml, ("start", "end")):
+                name = element.tag.rpartition("}")[2]
+                if name == "mediawiki" and event == "start":
+                    root = element
+                elif event == "start":
+                    continue
+                elif name == "base":
+                    site = element.text.rpartition("/")[0]
+                elif name == "namespace" and element.text:
+                    namespaces.add(element.text)
+                    if element.get("key") == "10":
+                        templates = element.text
+                elif name == "page":
+                    page = _page(element, site, frozenset(namespaces), templates)
+                    if page is not None and page.id != last:
+                        yield page
+                        last = page.id
+                    root.clear()
+                    bar.update(raw.tell() - bar.n)
     except EOFError as error:
         raise ValueError(f"{dump} is cut short: {error}") from error
     except OSError as error:
         raise ValueError(f"{dump} is not a bz2 file, or damaged: {error}") from error
+    except ElementTree.ParseError as error:
+        raise ValueError(
+            f"{dump} is cut short or not a dump, from <mediawiki> to </mediawiki> in UTF-8: {error}"
+        ) from error
+
+
+def _page(
+    element: ElementTree.Element, site: str, namespaces: frozenset[str], templates: str
+) -> _Page | None:
+    """The article of a page; None of a redirect and of another namespace."""
+    title = element.findtext("{*}title") or ""
+    if element.findtext("{*}ns") != "0" or element.find("{*}redirect") is not None:
+        return None
+    if title.startswith(templates):
+        return None
+    ids = [found.text or "" for found in element.iter() if found.tag.rpartition("}")[2] == "id"]
+    text = element.findtext("{*}revision/{*}text") or ""
+    return _Page(ids[0], ids[-1], title, text, site, namespaces, f"{templates}:")
+
+
+def _extract_pages(pages: list[_Page]) -> list[tuple[bytes, int]]:
+    """For each page a JSON line, and the characters of its text; 0 where that is white space."""
+    return [_extract_page(page) for page in pages]
+
+
+def _extract_page(page: _Page) -> tuple[bytes, int]:
+    extractor = Extractor(
+        page.id,
+        page.revision,
+        page.site,
+        page.title,
+        [],
+        templatePrefix=page.template_prefix,
+        knownNamespaces=page.namespaces,
+    )
+    markup = escape(drop_unclosed_tags(page.text), {'"': "&quot;"})  # as it stands in a dump
+    text = "\n".join(extractor.clean_text(markup, html_safe=False))
+    entry = {
+        "id": page.id,
+        "revid": page.revision,
+        "url": extractor.url,
+        "title": page.title,
+        "text": text,
+    }
+    return json.dumps(entry).encode() + b"\n", len(text) if text.strip() else 0

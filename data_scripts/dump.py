@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from data_scripts.files import sha256
+from data_scripts.stages import sha256
 
 NAME = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"

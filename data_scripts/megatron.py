@@ -7,8 +7,8 @@ from pathlib import Path
 
 from data_scripts.byte_pair import MERGES, VOCAB, prepare_byte_pair
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure
 from data_scripts.preprocess_data import preprocess
+from data_scripts.stages import Stage, ensure
 
 PREFIX = "wiki_text_document"  # of the .bin and .idx files in the stage's folder
 LAYOUT = 1  # counted up when the code below writes other bytes for the same parameters

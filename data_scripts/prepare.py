@@ -8,12 +8,12 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from data_scripts import cores
-from data_scripts.bert_hdf5 import BertOptions, prepare_bert
-from data_scripts.blocks import BlockOptions, prepare_blocks
+from data_scripts.bert_shards import BertOptions, prepare_bert
 from data_scripts.corpus import prepare_corpus
-from data_scripts.files import Stage
 from data_scripts.megatron import MegatronOptions, prepare_megatron
+from data_scripts.processes import available_cores, exit_on_signals
+from data_scripts.stages import Stage
+from data_scripts.token_blocks import BlockOptions, prepare_blocks
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "build" / "data"
 
@@ -59,7 +59,7 @@ def prepare(
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
-    workers = cores.available() if workers is None else workers
+    workers = available_cores() if workers is None else workers
     if workers < 1:
         raise ValueError(f"workers is {workers}, must be at least 1")
     options_class, prepare_format = FORMATS[format]
@@ -105,6 +105,7 @@ def main() -> None:
     parser = _parser()
     arguments = vars(parser.parse_args())
     quiet = arguments.pop("quiet")
+    exit_on_signals()
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s")
     try:
         stage = prepare(arguments.pop("format"), progress=not quiet, **arguments)

@@ -8,16 +8,13 @@ number of workers.
 
 import argparse
 import logging
-import signal
-import sys
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+import os
+import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -31,25 +28,24 @@ from data_scripts.byte_pair import (
     load_byte_pair,
     train_byte_pair,
 )
-from data_scripts.cores import one_core
 from data_scripts.json_lines import blocks, read_block, texts
+from data_scripts.processes import exit_on_signals, in_order, removed_afterwards
 from tutorial_lib.data.indexed_dataset import token_dtype
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 log = logging.getLogger("data_scripts")
 
-AHEAD = 3  # blocks for each worker that may be finished or under way
-
 
 @dataclass(frozen=True)
 class Tokenize:
-    """What a worker has to know."""
+    """What a worker has to know; `started` tells one run of this process from the next."""
 
     input: Path
     keys: tuple[str, ...]
     vocab: Path
     merges: Path
     append_eod: bool
+    started: int
 
 
 def preprocess(
@@ -93,30 +89,33 @@ def preprocess(
         raise FileNotFoundError(f"no {input} to read")
     tokenizer = load_byte_pair(vocab, merges)
     vocab_size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_DOCUMENT)
-    job = Tokenize(input, keys, vocab, merges, append_eod)
-    bar = tqdm(total=input.stat().st_size, unit="B", unit_scale=True, disable=not progress)
-    shown = done = read = 0
+    job = Tokenize(input, keys, vocab, merges, append_eod, time.monotonic_ns())
+    parts = blocks(input)
+    jobs = [(job, *part) for part in parts]
+    columns_of = in_order(_tokenize_block, jobs, max(1, min(workers, len(jobs))))
+    shown = done = 0
     with ExitStack() as stack:
+        bar = tqdm(total=input.stat().st_size, unit="B", unit_scale=True, disable=not progress)
         stack.enter_context(bar)
         builders = [
-            stack.enter_context(
-                IndexedDatasetBuilder(
-                    f"{output_prefix}_{key}_document", token_dtype(vocab_size), vocab_size
-                )
+            IndexedDatasetBuilder(
+                f"{output_prefix}_{key}_document", token_dtype(vocab_size), vocab_size
             )
             for key in keys
         ]
-        for stop, columns in _in_order(job, tokenizer, workers):
+        stack.enter_context(removed_afterwards(*chain(*(one.partial_files for one in builders))))
+        for builder in builders:
+            stack.enter_context(builder)
+        stack.enter_context(closing(columns_of))
+        for (_, read), columns in zip(parts, columns_of):
             for builder, (tokens, lengths, empty) in zip(builders, columns):
                 builder.add_documents(tokens, lengths)
                 builder.empty_documents += empty
             done += len(lengths) + empty
-            read = stop
-            if done - shown >= log_interval:
+            if done - shown >= log_interval or read == bar.total:
                 shown = done
                 bar.set_postfix(documents=f"{done:,}", refresh=False)
                 bar.update(read - bar.n)
-        bar.update(read - bar.n)
         for key, builder in zip(keys, builders):
             if builder.num_tokens == 0:
                 raise ValueError(f"{input}: none of its {done:,} documents has text in {key!r}")
@@ -132,49 +131,15 @@ def preprocess(
     }
 
 
-def _in_order(job: Tokenize, tokenizer: Tokenizer, workers: int) -> Iterator[tuple[int, list]]:
-    """(End of the block, its documents) for each block of the file."""
-    parts = blocks(job.input)
-    workers = min(workers, len(parts))
-    if workers <= 1:
-        with one_core():
-            for block in parts:
-                yield block[1], _tokenize_block(job, tokenizer, *block)
-        return
-    # Spawned, not forked: a notebook's kernel runs threads.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
-        under_way = deque()
-        try:
-            for block in parts:
-                under_way.append((block[1], pool.submit(_work, *block)))
-                if len(under_way) == AHEAD * workers:
-                    stop, future = under_way.popleft()
-                    yield stop, future.result()
-            for stop, future in under_way:
-                yield stop, future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+@lru_cache(maxsize=1)
+def _tokenizer(job: Tokenize) -> Tokenizer:
+    return load_byte_pair(job.vocab, job.merges)
 
 
-_of_this_worker: tuple[Tokenize, Tokenizer]
-
-
-def _start_worker(job: Tokenize) -> None:
-    global _of_this_worker
-    _of_this_worker = job, load_byte_pair(job.vocab, job.merges)
-
-
-def _work(start: int, stop: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    with one_core():
-        return _tokenize_block(*_of_this_worker, start, stop)
-
-
-def _tokenize_block(
-    job: Tokenize, tokenizer: Tokenizer, start: int, stop: int
-) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def _tokenize_block(block: tuple[Tokenize, int, int]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """(Tokens, lengths, empty documents) for each key, of the lines that begin in this block."""
+    job, start, stop = block
+    tokenizer = _tokenizer(job)
     eod = [tokenizer.token_to_id(END_OF_DOCUMENT)] if job.append_eod else []
     dtype = token_dtype(tokenizer.get_vocab_size())
     result = []
@@ -207,7 +172,7 @@ def main() -> None:
     add("--log-interval", type=int, default=100, help="documents between updates of the bar")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no half file
+    exit_on_signals()
     try:
         _run(arguments)
     except (ValueError, OSError) as error:
@@ -225,8 +190,9 @@ def _run(arguments: argparse.Namespace) -> None:
             if not arguments.input.is_file():
                 raise FileNotFoundError(f"no {arguments.input} to train on")
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            beside = TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent)
-            folder = Path(stack.enter_context(beside))
+            folder = prefix.with_name(f".{prefix.name}.{os.getpid()}.partial")
+            stack.enter_context(removed_afterwards(folder))
+            folder.mkdir()
             vocab, merges = folder / VOCAB, folder / MERGES
             size = TRAINED_SIZE if arguments.vocab_size is None else arguments.vocab_size
             train_byte_pair(texts(arguments.input, keys), vocab, merges, size)

@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers.implementations import BertWordPieceTokenizer
 
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure, sha256
 from data_scripts.json_lines import texts
+from data_scripts.stages import Stage, ensure, sha256
 
 VOCAB = "vocab.txt"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -189,6 +189,10 @@ def test_truncated_bin_or_index_of_another_data_set(golden, change):
         (70, struct.pack("<q", 1), "document index"),
         (78, struct.pack("<q", 3), "document index"),
         (94, struct.pack("<q", 2), "document index"),
+        (78, struct.pack("<qq", 2**63 - 1, -2), "document index"),  # their difference overflows
+        (18, struct.pack("<QQ", 2**63, 2**63), "is damaged"),
+        (34, struct.pack("<iii", 2**31 - 1, 2**31 - 1, 2**31 - 1), "byte pointers"),
+        (54, struct.pack("<q", -(2**63)), "byte pointers"),
     ],
 )
 def test_damaged_index(golden, offset, new, message):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from data_scripts import json_lines, preprocess_data
+from data_scripts import json_lines, preprocess_data, processes
 from data_scripts.byte_pair import END_OF_DOCUMENT, load_byte_pair, train_byte_pair
 from data_scripts.corpus import prepare_corpus
 from data_scripts.megatron import PREFIX, prepare_megatron
@@ -156,7 +156,7 @@ def test_results_do_not_pile_up(tokenize, monkeypatch):
     """A slow disk must not leave the tokens of the whole file in memory."""
     taken = 0
     monkeypatch.setattr(json_lines, "BLOCK", 100)
-    pool = preprocess_data.ProcessPoolExecutor
+    pool = processes.ProcessPoolExecutor
     ahead = []
 
     class Watched(pool):
@@ -174,10 +174,10 @@ def test_results_do_not_pile_up(tokenize, monkeypatch):
         written += 1
         add(self, *args)
 
-    monkeypatch.setattr(preprocess_data, "ProcessPoolExecutor", Watched)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Watched)
     monkeypatch.setattr(preprocess_data.IndexedDatasetBuilder, "add_documents", count)
     tokenize(sentences(60), workers=2)
-    assert taken > 50 and max(ahead) == 2 * preprocess_data.AHEAD
+    assert taken > 50 and max(ahead) == 2 * processes.AHEAD
 
 
 @pytest.mark.parametrize(

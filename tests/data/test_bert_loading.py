@@ -1,14 +1,16 @@
 """Every row once, on the right ranks, whatever the workers; wrong input is named."""
 
 import multiprocessing
+import os
 import pickle
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tutorial_lib.data.bert_hdf5 import PretrainingDataset, create_pretraining_dataset
+from tutorial_lib.data.bert_hdf5 import KEYS, PretrainingDataset, create_pretraining_dataset
 from tutorial_lib.data.check import check_same_batch
 from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
@@ -90,15 +92,18 @@ def test_wrong_files(make_shard, tmp_path):
         PretrainingDataset(tmp_path / "nowhere")
     (tmp_path / "text").write_text("no HDF5")
     wrong = {
-        "text": tmp_path / "text",
-        "lacks segment_ids": make_shard("a.hdf5", 2, segment_ids=None),
+        "not a readable HDF5 file": tmp_path / "text",
+        "data set 'segment_ids': missing": make_shard("a.hdf5", 2, segment_ids=None),
         "shapes": make_shard("b.hdf5", 2, input_mask=np.ones((2, 9), dtype="i1")),
-        "N > 0": make_shard("c.hdf5", 0),
+        "none of them 0": make_shard("c.hdf5", 0),
     }
     for message, path in wrong.items():
         with pytest.raises(ValueError, match=message) as caught:
             PretrainingDataset(path)
         assert str(path) in str(caught.value)
+    os.mkfifo(tmp_path / "empty" / "a_training_0.hdf5")
+    with pytest.raises(ValueError, match="not a regular file"):
+        PretrainingDataset(empty)
     good = make_shard("d_training_0.hdf5", 2)
     with pytest.raises(ValueError, match="max_pred_length is 4, .* holds 3"):
         PretrainingDataset(good, max_pred_length=4)
@@ -107,6 +112,101 @@ def test_wrong_files(make_shard, tmp_path):
         PretrainingDataset(tmp_path)
     with pytest.raises(IndexError, match="sample 2 of 2"):
         PretrainingDataset(good)[2]
+
+
+def replaced(key, **options):
+    def change(file):
+        del file[key]
+        file.create_dataset(key, **options)
+
+    return change
+
+
+def linked(link):
+    def change(file):
+        del file["input_ids"]
+        file["input_ids"] = link
+
+    return change
+
+
+def virtual(file):
+    del file["input_ids"]
+    layout = h5py.VirtualLayout((4, 8), "i4")
+    layout[:] = h5py.VirtualSource("other.hdf5", "input_ids", (4, 8))
+    file.create_virtual_dataset("input_ids", layout)
+
+
+def group(file):
+    del file["input_ids"]
+    file.create_group("input_ids")
+
+
+def first_value(key, value):
+    def change(file):
+        file[key][(0,) * file[key].ndim] = value
+
+    return change
+
+
+def terabytes(file):
+    for key in KEYS:
+        shape = (10**10, *file[key].shape[1:])
+        del file[key]
+        file.create_dataset(key, shape=shape, dtype="i4", chunks=(1, *shape[1:]))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (replaced("input_ids", shape=(4, 8), dtype=h5py.vlen_dtype(np.int32)), "of integers"),
+        (replaced("input_ids", shape=(4, 8), dtype=h5py.string_dtype()), "of integers"),
+        (replaced("input_ids", shape=(4, 8), dtype=h5py.ref_dtype), "of integers"),
+        (replaced("input_ids", data=np.ones((4, 8))), "of integers"),
+        (replaced("input_ids", shape=(4, 8), dtype=[("a", "i4")]), "of integers"),
+        (replaced("input_ids", data=h5py.Empty("i4")), "shape None"),
+        (replaced("input_ids", shape=(4, 8), dtype="i4", external=[(__file__, 0, 128)]), "outside"),
+        (linked(h5py.ExternalLink("other.hdf5", "/input_ids")), "a link"),
+        (linked(h5py.SoftLink("/input_mask")), "a link"),
+        (virtual, "outside"),
+        (group, "of integers"),
+        (terabytes, "too small"),
+        (first_value("input_ids", 300), "sample 0 has values from 0 to 300.* from 0 to 299"),
+        (first_value("input_ids", -1), "from 0 to 299"),
+        (first_value("masked_lm_ids", 300), "from 0 to 299"),
+        (first_value("masked_lm_positions", 8), "from 0 to 7"),
+        (first_value("masked_lm_positions", -3), "from 0 to 7"),
+        (first_value("segment_ids", 2), "from 0 to 1"),
+        (first_value("input_mask", -1), "from 0 to 1"),
+        (first_value("next_sentence_labels", 2), "from 0 to 1"),
+        (replaced("input_ids", data=np.full((4, 8), 2**63 + 5, "u8")), "from 0 to 299"),
+    ],
+)
+def test_hostile_shards_are_refused_by_file_and_data_set(make_shard, change, message):
+    path = make_shard("a.hdf5", 4)
+    with h5py.File(path, "a") as file:
+        change(file)
+    with pytest.raises(ValueError, match=message) as caught:
+        PretrainingDataset(path, vocab_size=300)[0]
+    assert str(path) in str(caught.value) and any(repr(key) in str(caught.value) for key in KEYS)
+
+
+def test_damaged_shards_are_named(make_shard):
+    path = make_shard("a.hdf5", 4)
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for place in rng.integers(len(whole), size=4):
+            damaged[place] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            dataset = PretrainingDataset(path, vocab_size=300)
+            [dataset[row] for row in range(len(dataset))]
+        except ValueError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 20
 
 
 def error_of(function, *args):

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from data_scripts.articles import deal
 from data_scripts.corpus import ARTICLES, prepare_corpus
-from data_scripts.files import sha256
 from data_scripts.prepare import prepare
+from data_scripts.stages import sha256
 from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
 BLOCK = 256

@@ -8,19 +8,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import pytest
 
-from data_scripts import files
-from data_scripts.corpus import ARTICLES
+from data_scripts import stages as stage_module
+from data_scripts.corpus import ARTICLES, extract
 from data_scripts.dump import default_dump
 from data_scripts.prepare import prepare
 
 
 def hashes(folder):
-    return {path.name: files.sha256(path) for path in folder.iterdir()}
+    return {path.name: stage_module.sha256(path) for path in folder.iterdir()}
 
 
 def stages(data_dir):
@@ -98,7 +100,7 @@ def test_another_seed_gives_other_bytes_beside_the_first(tiny):
 def test_second_run_does_nothing(tiny, monkeypatch):
     first = prepare("bert", **tiny)
     times = {p: p.stat().st_mtime_ns for p in tiny["data_dir"].rglob("*")}
-    monkeypatch.setattr(files, "_build", None)  # would raise if it were called
+    monkeypatch.setattr(stage_module, "_build", None)  # would raise if it were called
     assert prepare("bert", **tiny) == first
     assert {p: p.stat().st_mtime_ns for p in tiny["data_dir"].rglob("*")} == times
 
@@ -120,6 +122,74 @@ def test_damage_is_found_and_mended(tiny, damage, caplog):
     assert "damaged" in caplog.text and victim.name in caplog.text + "manifest.json"
 
 
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "3", '{"files": []}', '{"files": {"vocab.txt": 3}}', 5000 * "[", "{}", "fifo", "params"],
+)
+def test_a_manifest_of_another_shape_is_damage(tiny, manifest, caplog):
+    folder = prepare("bert", **tiny).folder
+    before, path = hashes(folder), folder / "manifest.json"
+    if manifest == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    elif manifest == "params":
+        path.write_text(path.read_text().replace('"seed": 12349', '"seed": 1'))
+    else:
+        path.write_text(manifest)
+    assert hashes(prepare("bert", **tiny).folder) == before
+    assert "damaged" in caplog.text and str(folder) in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["wiki_training_0002.hdf5", "sub/notes", "fifo"])
+def test_a_file_that_does_not_belong_is_named_and_stays(tiny, name, damaged):
+    folder = prepare("bert", **tiny).folder
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path) if name == "fifo" else path.write_text("mine")
+    if damaged:
+        (folder / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{folder} holds {name}, not of this data set"):
+        prepare("bert", **tiny)
+    assert path.exists()
+    path.unlink()
+    prepare("bert", **tiny)
+
+
+READ_ONLY = """
+import os, sys
+from data_scripts.prepare import prepare
+if os.geteuid() == 0:
+    os.setuid(65534)
+try:
+    print(prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2, workers=1,
+                  progress=False).folder)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_folder_without_permission_is_named_with_the_option(tiny):
+    """In a checkout of somebody else, say. What is complete there can be used."""
+    data_dir = tiny["data_dir"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        dump = shutil.copy(tiny["dump"], folder)
+        command = [sys.executable, "-c", READ_ONLY]
+
+        def run(target):
+            words = [*command, str(target), dump]
+            result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            return result.stdout.strip()
+
+        for target in (Path(folder) / "build" / "data", Path(folder), Path(dump)):
+            message = run(target)
+            assert str(target) in message and "data_dir, --data-dir" in message, message
+        there = prepare("bert", **tiny | {"data_dir": Path(folder) / "data", "dump": dump}).folder
+        assert run(Path(folder) / "data") == str(there)
+    assert not data_dir.exists()
+
+
 def test_wrong_dumps(tmp_path):
     data_dir = tmp_path / "data"
     whole = default_dump().read_bytes()
@@ -128,7 +198,10 @@ def test_wrong_dumps(tmp_path):
         "empty": (b"", "cut short"),
         "cut": (whole[:900_000], "cut short"),  # WikiExtractor itself hangs on this one
         "other": (bz2.compress(b"hello\n"), "</mediawiki>"),
+        "no title": (bz2.compress(b"<mediawiki><page><id/></page></mediawiki>"), "no article"),
     }
+    text = bz2.decompress(tiny_dump(tmp_path / "tiny").read_bytes())
+    cases["latin-1"] = (bz2.compress(text.replace(b"says", b"s\xe4gt", 1)), "UTF-8: .*line 11")
     for name, (content, _) in cases.items():
         (tmp_path / name).write_bytes(content)
     tiny_dump(tmp_path / "no_end", end="")
@@ -189,7 +262,7 @@ def test_wrong_parameters(tiny, options, message):
 
 def test_space_is_checked_before_writing(tiny, monkeypatch):
     usage = shutil.disk_usage(tiny["dump"].parent)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(stage_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(OSError, match=r"corpus needs about [\d,]+ bytes, 1,000 are free") as caught:
         prepare(**tiny)
     assert caught.value.errno == errno.ENOSPC
@@ -222,7 +295,7 @@ def test_no_space_left_names_the_stage(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match="no space left while building stage-") as caught:
-        files.ensure(tmp_path, "stage", {}, build, needs_bytes=0)
+        stage_module.ensure(tmp_path, "stage", {}, build, needs_bytes=0)
     assert caught.value.errno == errno.ENOSPC
     assert stages(tmp_path) == []
 
@@ -238,7 +311,7 @@ def slow_stage(data_dir):
         (folder / "whole").write_bytes(b"2")
         return {}
 
-    files.ensure(data_dir, "stage", {"a": 1}, build, needs_bytes=0)
+    stage_module.ensure(data_dir, "stage", {"a": 1}, build, needs_bytes=0)
 
 
 def test_a_run_that_is_killed_leaves_its_lock_and_no_folder(tmp_path):
@@ -284,6 +357,34 @@ def test_command_line(tiny, tmp_path):
     command += ["--dump", tmp_path / "nowhere"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.startswith("error: no dump at")
+
+
+@pytest.mark.parametrize(
+    "markup, expected",
+    [
+        ("It <small>is.\n\nA <ref>source.\n\nEnd.", "It is.\nA source.\nEnd."),
+        ('A <ref name="a/b">one. B <ref>two</ref> C.', "A one. B C."),
+        ("A <REF\ngroup=n>one", "A one"),
+        ("A <ref name=x one", "A one"),
+        ("x <math>a and <code>b", "x a and b"),
+        ("a <!-- never closed", "a never closed"),
+        ("w</small> v", "w v"),
+        ("<table><tr><td>cell", "cell"),
+        ("a<wbr>b <gallery> c", "ab c"),
+        # what is closed, shown as it stands, or no tag
+        ("a <small>dropped</small> <!-- this too --> b", "a b"),
+        ("<nowiki><ref></nowiki> shown, &lt;small&gt; too", "<ref> shown, <small> too"),
+        ("a < b and c > d, <unknown>", "a < b and c > d, <unknown>"),
+        ("A <ref>one</ref name=x> two</ref> B.", "A B."),
+    ],
+)
+def test_tags_that_stand_alone_do_not_stay_in_the_text(tmp_path, markup, expected):
+    dump = tiny_dump(tmp_path / "dump.bz2", articles=1)
+    text = bz2.decompress(dump.read_bytes()).decode()
+    start, end = text.index("Sentence"), text.index("</text>")
+    dump.write_bytes(bz2.compress((text[:start] + escape(markup) + text[end:]).encode()))
+    extract(dump, tmp_path / "out", progress=False)
+    assert json.loads((tmp_path / "out").read_text())["text"] == expected
 
 
 def test_text_is_as_in_the_dump(tiny):

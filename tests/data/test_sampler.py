@@ -1,5 +1,8 @@
 """The position in the data: resuming equals never having stopped."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +69,44 @@ def test_stop_and_resume(stop, num_workers):
         after, end_again = train(9 - stop, state, rank=rank, num_workers=num_workers)
         assert before + after == whole
         assert end_again == end
+
+
+class Augmented(Numbers):
+    """Draws from each of the host's random streams."""
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), random.random(), np.random.rand()])
+
+
+def noisy(samples):
+    return torch.stack(samples) + torch.rand(())
+
+
+def numbers(steps, state=None, num_workers=2):
+    sampler = ResumableBatchSampler(Augmented(24), 2, num_replicas=2, rank=1)
+    if state is not None:
+        sampler.load_state_dict(state)
+    loader = data_loader(sampler.dataset, sampler, num_workers=num_workers, collate_fn=noisy)
+    batches, found = iter(loader), []
+    for _ in range(steps):
+        found.append(next(batches))
+        sampler.advance()
+    return torch.stack(found), sampler.state_dict()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_resume_draws_the_numbers_that_follow(num_workers):
+    """Whatever the workers: those of augmentation and of collation, over the end of an epoch."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    whole, _ = numbers(9)
+    assert len(whole.unique()) == whole.numel()
+    for stop in (2, 7):
+        first, state = numbers(stop, num_workers=num_workers)
+        second, _ = numbers(9 - stop, state, num_workers=num_workers)
+        assert torch.equal(torch.cat([first, second]), whole)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after, "the training's own streams stand still"
 
 
 def resumed_on_ranks(state, steps):

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tutorial_lib.parallel_layers import parallel_state
 
+T = TypeVar("T")
 PATTERN = "*_training_*.hdf5"
 KEYS = (
     "input_ids",
@@ -23,6 +25,7 @@ KEYS = (
     "next_sentence_labels",
 )
 IGNORED = -100  # label of a token that is not to be predicted
+LARGEST_RATIO = 1032  # of data to a file's bytes: what gzip reaches
 
 
 class PretrainingDataset(Dataset):
@@ -38,13 +41,22 @@ class PretrainingDataset(Dataset):
     Args:
         input_file: a shard, or a folder with files named `*_training_*.hdf5`.
         max_pred_length: most predictions used of a sample; default all that the shards hold.
+        vocab_size: every sample is checked for ids that the model does not have; default those
+            that no vocabulary has.
 
     Raises:
         FileNotFoundError: no such shard, or no training shard in the folder.
-        ValueError: keys or shapes that do not fit, or `max_pred_length` above what is there.
+        ValueError: data sets that are not integers of fitting shapes within the file, or
+            `max_pred_length` above what is there. A sample with values out of range raises it when
+            it is read.
     """
 
-    def __init__(self, input_file: str | os.PathLike, max_pred_length: int | None = None):
+    def __init__(
+        self,
+        input_file: str | os.PathLike,
+        max_pred_length: int | None = None,
+        vocab_size: int | None = None,
+    ):
         self.paths = training_shards(input_file)
         shapes = [_shape(path) for path in self.paths]
         _, self.seq_length, predictions = shapes[0]
@@ -59,6 +71,9 @@ class PretrainingDataset(Dataset):
             raise ValueError(
                 f"max_pred_length is {self.max_pred_length}, {self.paths[0]} holds {predictions}"
             )
+        ids = 2**31 if vocab_size is None else vocab_size
+        ends = ids, 2, 2, self.seq_length, ids, 2
+        self._ends_of_values = dict(zip(KEYS, ends))  # each value is at least 0 and below
         self._ends = list(accumulate(rows for rows, _, _ in shapes))
         self._arrays: dict[int, dict[str, np.ndarray]] = {}
 
@@ -68,11 +83,7 @@ class PretrainingDataset(Dataset):
     def __getitem__(self, index: int) -> list[torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        shard = bisect_right(self._ends, index)
-        if shard not in self._arrays:
-            self._arrays[shard] = _open(self.paths[shard])
-        row = index - (self._ends[shard - 1] if shard else 0)
-        sample = {key: values[row].astype(np.int64) for key, values in self._arrays[shard].items()}
+        sample = self._read(index)
         positions = sample["masked_lm_positions"][: self.max_pred_length]
         (padding,) = np.nonzero(positions == 0)  # 0 is [CLS], never predicted: it ends the list
         count = padding[0] if len(padding) else len(positions)
@@ -85,6 +96,21 @@ class PretrainingDataset(Dataset):
             torch.from_numpy(labels),
             torch.tensor(sample["next_sentence_labels"], device="cpu"),
         ]
+
+    def _read(self, index: int) -> dict[str, np.ndarray]:
+        shard = bisect_right(self._ends, index)
+        if shard not in self._arrays:
+            self._arrays[shard] = _open(self.paths[shard])
+        row = index - (self._ends[shard - 1] if shard else 0)
+        sample = {}
+        for key, array in self._arrays[shard].items():
+            sample[key] = values = array[row].astype(np.int64)
+            if values.min() < 0 or values.max() >= self._ends_of_values[key]:
+                raise ValueError(
+                    f"{self.paths[shard]}, {key!r}: sample {row} has values from {values.min()} to "
+                    f"{values.max()}, they must be from 0 to {self._ends_of_values[key] - 1}"
+                )
+        return sample
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_arrays": {}}  # a spawned worker maps the files itself
@@ -144,34 +170,52 @@ def training_shards(input_file: str | os.PathLike) -> list[Path]:
     return shards
 
 
+def _read_all(path: Path, read: Callable[[h5py.Dataset], T]) -> dict[str, T]:
+    """What `read` returns for each data set of a shard: integers, stored within the file.
+
+    HDF5 can refer to other files (links, external storage, virtual data sets), and h5py returns
+    Python objects for references and values of variable length; no shard needs either.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    key, found = None, {}
+    try:
+        with h5py.File(path) as file:
+            for key in KEYS:
+                if type(file.get(key, getlink=True)) is not h5py.HardLink:
+                    raise ValueError("missing, or a link")
+                data = file[key]
+                if not isinstance(data, h5py.Dataset) or data.dtype.kind not in "iu":
+                    raise ValueError("not a data set of integers")
+                if data.external or data.is_virtual:
+                    raise ValueError("stored outside of the file")
+                if data.shape is None or data.nbytes > LARGEST_RATIO * path.stat().st_size:
+                    raise ValueError(f"of shape {data.shape}, which the file is too small for")
+                found[key] = read(data)
+    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        where = "not a readable HDF5 file" if key is None else f"data set {key!r}"
+        raise ValueError(f"{path}: {where}: {error}") from error
+    return found
+
+
 def _shape(path: Path) -> tuple[int, int, int]:
     """(samples, sequence length, predictions) of a shard."""
-    try:
-        file = h5py.File(path)
-    except OSError as error:
-        raise ValueError(f"{path} is no HDF5 file: {error}") from error
-    with file:
-        if missing := [key for key in KEYS if key not in file]:
-            raise ValueError(f"{path} lacks {', '.join(missing)}")
-        shapes = {key: file[key].shape for key in KEYS}
+    shapes = _read_all(path, lambda data: data.shape)
     tokens, predictions = shapes["input_ids"], shapes["masked_lm_positions"]
     fitting = dict.fromkeys(KEYS[:3], tokens) | dict.fromkeys(KEYS[3:5], predictions)
     fitting["next_sentence_labels"] = tokens[:1]
     if len(tokens) != 2 or len(predictions) != 2 or tokens[0] != predictions[0]:
         fitting = {}
-    if shapes != fitting or tokens[0] == 0:
-        raise ValueError(f"{path}: shapes {shapes} are not [N, S], [N, P] and [N] with N > 0")
+    if shapes != fitting or 0 in tokens + predictions:
+        raise ValueError(f"{path}: shapes {shapes} are not [N, S], [N, P] and [N], none of them 0")
     return (*tokens, predictions[1])
 
 
 def _open(path: Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    with h5py.File(path) as file:
-        for key in KEYS:
-            data = file[key]
-            offset = data.id.get_offset()  # None where the data are in chunks, or elsewhere
-            if offset is None or data.external or file.userblock_size:
-                arrays[key] = data[...]
-            else:
-                arrays[key] = np.memmap(path, data.dtype, "r", offset, data.shape)
-    return arrays
+    def read(data: h5py.Dataset) -> np.ndarray:
+        offset = data.id.get_offset()  # None where the data are in chunks
+        if offset is None or data.file.userblock_size:
+            return data[...]
+        return np.memmap(path, data.dtype, "r", offset, data.shape)
+
+    return _read_all(path, read)

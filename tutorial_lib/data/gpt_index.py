@@ -197,14 +197,18 @@ def cached_indices(
 
 def _load(side: Path, paths: list[Path], made_from: dict) -> Indices | None:
     """The files' arrays if they are whole and were made from this; None, and why, if not."""
+    if not all(path.is_file() for path in (side, *paths)):
+        return None
     try:
         found = json.loads(side.read_bytes())
         if found != made_from | {"bytes": {path.name: path.stat().st_size for path in paths}}:
             raise ValueError("it is of other documents, or one of its files is cut short")
-        return Indices(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
-    except FileNotFoundError:
-        return None
-    except ValueError as reason:
+        indices = Indices(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+        document, sample, shuffle = (array.shape for array in indices)
+        if (len(document), sample[1:], len(shuffle)) != (1, (2,), 1) or sample[0] != shuffle[0] + 1:
+            raise ValueError(f"its arrays are of shapes {document}, {sample} and {shuffle}")
+        return indices
+    except (ValueError, EOFError, RecursionError) as reason:
         log.warning("the cached sample index %s is built anew: %s", side, reason)
         return None
 

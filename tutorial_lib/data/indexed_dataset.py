@@ -89,7 +89,11 @@ class IndexedDataset:
                 raise ValueError(f"{idx} is damaged: its byte pointers do not follow its lengths")
             start = int(ends[-1])
         documents = self.document_indices
-        if documents[0] != 0 or documents[-1] != len(lengths) or np.any(np.diff(documents) < 0):
+        if (
+            documents[0] != 0
+            or documents[-1] != len(lengths)
+            or np.any(documents[1:] < documents[:-1])
+        ):
             raise ValueError(
                 f"{idx} is damaged: its document index does not go from 0 to {len(lengths)}, the "
                 f"number of its sequences, but from {documents[0]} to {documents[-1]}"

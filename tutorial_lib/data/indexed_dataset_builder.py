@@ -4,6 +4,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -151,10 +152,15 @@ class IndexedDatasetBuilder:
         os.replace(bin_path(self._partial), bin_path(self.prefix))
         os.replace(idx_path(self._partial), idx_path(self.prefix))
 
+    @property
+    def partial_files(self) -> tuple[Path, Path]:
+        """What it writes before both files take their place."""
+        return bin_path(self._partial), idx_path(self._partial)
+
     def discard(self) -> None:
         """Remove what was written."""
         self._file.close()
-        for path in (bin_path(self._partial), idx_path(self._partial)):
+        for path in self.partial_files:
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> "IndexedDatasetBuilder":

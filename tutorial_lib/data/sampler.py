@@ -1,10 +1,13 @@
 """Batches for data-parallel ranks that go on after a stop exactly where training was."""
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.utils import ensure_positive
@@ -77,12 +80,16 @@ class ResumableBatchSampler(DistributedSampler):
         return len(self.dataset) // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        return (indices for _, indices in self.placed_batches())
+
+    def placed_batches(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """The batches from the position on, each with its place: epoch, and first sample in it."""
         epoch, offset, size = self.epoch, self.offset, self.global_batch_size
         while True:
             order = self._order(epoch)
             for start in range(offset, len(order) - size + 1, size):
                 first = start + self.rank * self.batch_size
-                yield order[first : first + self.batch_size].tolist()
+                yield (epoch, first), order[first : first + self.batch_size].tolist()
             epoch, offset = epoch + 1, 0
 
     def __len__(self) -> int:
@@ -151,25 +158,76 @@ def _check_count(name: str, count: int) -> None:
         raise ValueError(f"{name} is {count!r}, must be a whole number from 0 on")
 
 
+class _PlacedBatches:
+    """What the loader is given as its batch sampler: the seed of each batch beside its indices."""
+
+    def __init__(self, sampler: ResumableBatchSampler):
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+        for place, indices in self.sampler.placed_batches():
+            yield (self.sampler.seed, *place), indices
+
+
+class _SeededReads(Dataset):
+    """Reads and collates whole batches, each with random streams that its seed begins."""
+
+    def __init__(self, dataset: Dataset, collate: Callable):
+        self.dataset, self.collate = dataset, collate
+
+    def __getitems__(self, batch: tuple[tuple[int, ...], list[int]]):
+        seed, indices = batch
+        with _random_streams(seed):
+            if hasattr(self.dataset, "__getitems__"):
+                return self.collate(self.dataset.__getitems__(indices))
+            return self.collate([self.dataset[index] for index in indices])
+
+
+@contextmanager
+def _random_streams(seed: tuple[int, ...]) -> Iterator[None]:
+    """Inside the block the host's streams of Python, NumPy and PyTorch begin with `seed`."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = np.random.SeedSequence(seed).generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _as_it_is(batch):
+    return batch
+
+
 def data_loader(
     dataset: Dataset,
     sampler: ResumableBatchSampler,
     *,
     num_workers: int = 0,
     worker_init_fn: Callable[[int], None] | None = None,
-    collate_fn: Callable | None = None,
+    collate_fn: Callable = default_collate,
 ) -> DataLoader:
-    """A loader over the sampler's batches whose workers' random state depends on its rank alone.
+    """A loader over the sampler's batches, whose random numbers depend on a batch's place alone.
 
-    PyTorch seeds workers from the process's own random state, which tensor-parallel ranks may not
-    share: augmentation would give them different tensors for the same sample.
+    Augmentation draws the same numbers for a batch whether a run was resumed before it or not, with
+    any number of workers, and on all tensor-parallel ranks. (PyTorch seeds a worker once, when it
+    starts.) The random streams of the training itself stand still meanwhile.
+
+    Args:
+        dataset, sampler: the samples, and which of them.
+        num_workers, worker_init_fn: as for `DataLoader`.
+        collate_fn: makes a batch of a list of samples; it may draw random numbers too.
     """
     return DataLoader(
-        dataset,
-        batch_sampler=sampler,
+        _SeededReads(dataset, collate_fn),
+        batch_sampler=_PlacedBatches(sampler),
         num_workers=num_workers,
         worker_init_fn=worker_init_fn,
-        collate_fn=collate_fn,
+        collate_fn=_as_it_is,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator("cpu").manual_seed(sampler.seed + sampler.rank),
+        generator=torch.Generator("cpu"),  # not the training's own stream
     )

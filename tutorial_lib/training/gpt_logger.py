@@ -2,8 +2,10 @@
 
 import math
 import time
+from pathlib import Path
 from statistics import fmean
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from tutorial_lib.parallel_layers import parallel_state
@@ -11,6 +13,8 @@ from tutorial_lib.parallel_layers import parallel_state
 from .gpt_arguments import GPTArguments
 from .loop import Step
 from .metrics import Metric, TrainingMetrics
+
+BY_SAMPLES = " vs samples"
 
 
 class GPTLogger:
@@ -22,14 +26,16 @@ class GPTLogger:
     Args:
         arguments: intervals, folder of events, file of metrics.
         batch: samples of a step.
+        iteration, consumed: steps done before, and their samples, where the run goes on. What
+            TensorBoard shows of later ones, which a run that was killed had not saved, goes.
     """
 
-    def __init__(self, arguments: GPTArguments, batch: int):
+    def __init__(self, arguments: GPTArguments, batch: int, iteration: int = 0, consumed: int = 0):
         self.arguments, self.batch = arguments, batch
         self._root = parallel_state.is_global_rank_zero()
         self._writer = self._metrics = None
         if self._root and arguments.tensorboard_dir:
-            self._writer = SummaryWriter(arguments.tensorboard_dir)
+            self._writer = _continued(arguments.tensorboard_dir, iteration, consumed)
         if self._root and arguments.metrics_file:
             self._metrics = TrainingMetrics(arguments.metrics_file)
             self._metrics.store_parameters(vars(arguments))
@@ -104,7 +110,7 @@ class GPTLogger:
     def _scalars(self, iteration: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, self._consumed)
+            self._writer.add_scalar(name + BY_SAMPLES, value, self._consumed)
 
     def __enter__(self) -> "GPTLogger":
         return self
@@ -123,6 +129,22 @@ class GPTLogger:
                     Metric("Peak throughput", max(speeds), "seq/s"),
                 ]
             )
+
+
+def _continued(folder: str, iteration: int, consumed: int) -> SummaryWriter:
+    """A writer of events into `folder` after which TensorBoard shows no step twice.
+
+    `purge_step` hides earlier events by their step. Of the scalars by samples it would hide those
+    of the steps that count, so these are written again.
+    """
+    shown = EventAccumulator(folder, {"scalars": 0}).Reload() if Path(folder).is_dir() else None
+    writer = SummaryWriter(folder, purge_step=iteration + 1)
+    for name in [] if shown is None else shown.Tags()["scalars"]:
+        if name.endswith(BY_SAMPLES):
+            for event in shown.Scalars(name):
+                if event.step <= consumed:
+                    writer.add_scalar(name, event.value, event.step, event.wall_time)
+    return writer
 
 
 def perplexity(loss: float) -> float:

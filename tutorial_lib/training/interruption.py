@@ -1,7 +1,13 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a wish to stop after the step under way, on all ranks or none."""
+"""How a run is ended from outside: Ctrl-C, SIGTERM and SIGUSR1 stop all ranks after the step under
+way; a rank whose launcher was killed ends at once.
+"""
 
+import os
 import signal
 import threading
+import time
+
+import psutil
 
 from tutorial_lib.parallel_layers import parallel_state
 
@@ -48,3 +54,22 @@ class Interruption:
         )
         found = next((number for number in everyone if number is not None), None)
         return None if found is None else signal.Signals(found).name
+
+
+def end_with_parent() -> None:
+    """Ends this process within a second after its parent, from a thread of its own.
+
+    Nothing else ends the ranks of a `torchrun` that was killed: they would go on training and
+    saving, unseen, beside the run that takes their place. What a save had not completed by then is
+    incomplete, like after any other kill.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if parent == 1 and "python" not in " ".join(psutil.Process(1).cmdline()):
+        os._exit(1)  # the parent was killed before we looked
+    threading.Thread(target=watch, daemon=True).start()

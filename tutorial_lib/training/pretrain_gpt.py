@@ -36,10 +36,11 @@ from tutorial_lib.xla_model import xla_device
 from . import gpt_checkpoint
 from .gpt_arguments import GPTArguments, parse_arguments
 from .gpt_logger import GPTLogger
-from .interruption import Interruption
+from .interruption import Interruption, end_with_parent
 from .loop import Step, train
 from .memory import require_memory
 from .schedules import SampleScheduler
+from .sole_run import sole_run
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -71,10 +72,18 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
         on_step: called after each step, on every rank, before it is validated and saved.
 
     Raises:
-        ValueError: arguments that do not fit together, the ranks, the data or the machine; on all.
+        ValueError: arguments that do not fit together, the ranks, the data or the machine, or
+            another run that saves into the same folder; on all.
     """
     arguments.check(dist.get_world_size())  # the same on every rank, and there is no mesh yet
     nxd_config = _nxd_config(arguments)  # and the mesh
+    with sole_run(None if backends.only_compiles() else arguments.save_dir):
+        return _pretrain(arguments, nxd_config, on_step)
+
+
+def _pretrain(
+    arguments: GPTArguments, nxd_config: dict, on_step: Callable[[Step], None] | None
+) -> Run:
     dp_size = parallel_state.get_data_parallel_size()
     batch, accumulation = arguments.batch(dp_size), arguments.accumulation(dp_size)
     vocab_size, eod = together(read_vocabulary, arguments.vocab_file)
@@ -111,7 +120,8 @@ def pretrain(arguments: GPTArguments, on_step: Callable[[Step], None] | None = N
     if not compiling:  # what is computed then is worth no checkpoint
         iteration = gpt_checkpoint.load(arguments, model, optimizer, scheduler, sampler)
 
-    run, logger = Run([], model=model), together(GPTLogger, arguments, batch)
+    run = Run([], model=model)
+    logger = together(GPTLogger, arguments, batch, iteration, sampler.consumed_samples)
     saved = iteration
 
     def save(iteration: int) -> None:
@@ -190,13 +200,18 @@ def read_vocabulary(vocab_file: str) -> tuple[int, int]:
     """The size of a tokenizer's vocabulary, and the id that ends a document.
 
     Raises:
-        ValueError: it is no JSON object, or has no `<|endoftext|>`.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a JSON object of ids from 0 to its size - 1 with `<|endoftext|>`.
     """
+    if not Path(vocab_file).is_file():
+        raise FileNotFoundError(f"no vocabulary at {vocab_file}")
     try:
         vocabulary = json.loads(Path(vocab_file).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{vocab_file} is no vocabulary in JSON: {error}") from error
-    if not isinstance(vocabulary, dict) or END_OF_DOCUMENT not in vocabulary:
+        if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+            raise ValueError(f"its ids are not 0 to {len(vocabulary) - 1}")
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{vocab_file} is not a vocabulary in JSON: {error}") from error
+    if END_OF_DOCUMENT not in vocabulary:
         raise ValueError(f"{vocab_file} has no {END_OF_DOCUMENT} among {len(vocabulary)} tokens")
     return len(vocabulary), vocabulary[END_OF_DOCUMENT]
 
@@ -270,6 +285,8 @@ def main() -> None:
     """The command line, on each rank that `torchrun` or SLURM has started."""
     arguments = parse_arguments()
     _complete_environment(arguments.distributed_backend)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun; SLURM ends its ranks itself
+        end_with_parent()
     backends.init_distributed(arguments.distributed_backend, timeout=600)
     try:
         pretrain(arguments)

@@ -10,9 +10,7 @@ import importlib.metadata
 import io
 import random
 import shutil
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import h5py
@@ -22,9 +20,9 @@ from tqdm import tqdm
 
 from data_scripts.articles import deal, texts_at
 from data_scripts.bert_samples import Document, Vocabulary, mask_tokens, sentence_pairs
-from data_scripts.cores import one_core
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure
+from data_scripts.processes import in_order
+from data_scripts.stages import Stage, ensure
 from data_scripts.wordpiece import (
     SPECIAL_TOKENS,
     VOCAB,
@@ -118,14 +116,15 @@ def prepare_bert(
         shutil.copyfile(wordpiece.folder / VOCAB, folder / VOCAB)
         held_out, training = deal(articles, options.shards, options.held_out, options.seed, least=2)
         passes = [1] + options.shards * [options.duplication]
-        counts = _run(
-            [
-                _Shard(folder / name, articles, tuple(part), folder / VOCAB, times, options)
-                for name, part, times in zip([HELD_OUT, *names], [held_out, *training], passes)
-            ],
-            workers,
-            progress,
+        jobs = [
+            _Shard(folder / name, articles, tuple(part), folder / VOCAB, times, options)
+            for name, part, times in zip([HELD_OUT, *names], [held_out, *training], passes)
+        ]
+        written = in_order(_write_shard, jobs, min(workers, len(jobs)))
+        shown = tqdm(
+            written, total=len(jobs), unit="shard", desc="BERT shards", disable=not progress
         )
+        counts = {job.path.name: count for job, count in zip(jobs, shown)}
         return {
             "vocab_size": wordpiece.counts["tokens"],
             "training_samples": sum(counts[name]["samples"] for name in names),
@@ -142,28 +141,6 @@ def prepare_bert(
     )
 
 
-def _run(jobs: list[_Shard], workers: int, progress: bool) -> dict[str, dict]:
-    bar = tqdm(total=len(jobs), unit="shard", desc="BERT shards", disable=not progress)
-    counts = {}
-    with bar:
-        if workers == 1:
-            for job in jobs:
-                counts[job.path.name] = _write_shard(job)
-                bar.update()
-            return counts
-        # Spawned, not forked: a notebook's kernel runs threads.
-        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
-            futures = {pool.submit(_write_shard, job): job for job in jobs}
-            try:
-                for future in as_completed(futures):
-                    counts[futures[future].path.name] = future.result()
-                    bar.update()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    return counts
-
-
 def _write_shard(job: _Shard) -> dict:
     options = job.options
     tokenizer = load_wordpiece(job.vocab, lowercase=options.lowercase)
@@ -176,8 +153,7 @@ def _write_shard(job: _Shard) -> dict:
         special["[MASK]"],
         frozenset(special.values()),
     )
-    with one_core():
-        documents = _documents(job, tokenizer)
+    documents = _documents(job, tokenizer)
     if len(documents) < 2:
         raise ValueError(
             f"{job.path.name}: {len(documents)} of its {len(job.offsets)} articles have two "

@@ -25,7 +25,7 @@ from data_scripts.byte_pair import (
     prepare_byte_pair,
 )
 from data_scripts.corpus import ARTICLES
-from data_scripts.files import Stage, ensure, sha256
+from data_scripts.stages import Stage, ensure, sha256
 
 TOKENIZER = "tokenizer.json"
 TRAIN, HELD_OUT = "train", "heldout"

@@ -1,0 +1,64 @@
+"""One run at a time saves into a folder."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import torch.distributed as dist
+
+from tutorial_lib.checkpoint.ranks import together
+
+LOCK = ".run.lock"
+PATIENCE = 5.0  # seconds that the ranks of a run that was just killed get to end
+
+
+@contextmanager
+def sole_run(folder: str | None) -> Iterator[None]:
+    """Inside the block no other run is inside one for the same folder; None needs no lock.
+
+    Every rank enters it. Rank 0 holds a lock of the operating system on a file in the folder,
+    which nobody else holds once rank 0 has ended, in whichever way, and which reaches over nodes
+    where the file system's locks do.
+
+    Raises:
+        ValueError: another run is in there; with its process and node, on every rank.
+    """
+    lock = together(_acquire, folder) if folder is not None else None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _acquire(folder: str) -> TextIO | None:
+    """The locked file on rank 0, None elsewhere."""
+    if dist.get_rank() != 0:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    lock = open(Path(folder) / LOCK, "a+")
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            # Unlike flock's, this lock is not inherited by forked loader workers.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                owner = lock.read(200).strip()
+                lock.close()
+                raise ValueError(
+                    f"another run saves into {folder} ({owner}): wait until it has ended, end it, "
+                    "or save into another folder"
+                ) from error
+            time.sleep(0.2)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.asctime()}\n")
+    lock.flush()
+    return lock
