@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.nn import functional as F
@@ -29,8 +30,10 @@ from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.training import pretrain_gpt
+from tutorial_lib.training import sole_run as sole_run_module
 from tutorial_lib.training.gpt_arguments import GPTArguments, command_line, parse_arguments
 from tutorial_lib.training.pretrain_gpt import pretrain
+from tutorial_lib.training.sole_run import sole_run
 
 VOCABULARY = 300
 
@@ -350,8 +353,10 @@ def test_samples_are_counted_over_a_change_of_the_batch(ranks, data, tmp_path):
         ("metrics_file", "{", "holds no results"),
         ("metrics_file", '{"results": []}', "holds no results"),
         ("tensorboard_dir", "", "File exists"),
-        ("vocab_file", "[1]", "no <|endoftext|>"),
-        ("vocab_file", "{", "no vocabulary in JSON"),
+        ("vocab_file", "[1]", "not a vocabulary in JSON"),
+        ("vocab_file", '{"a": 0, "b": 7}', "ids are not 0 to 1"),
+        ("vocab_file", '{"a": 0}', "no <|endoftext|>"),
+        ("vocab_file", "{", "not a vocabulary in JSON"),
     ],
 )
 def test_a_file_that_does_not_fit_ends_all_ranks(ranks, data, tmp_path, name, content, text):
@@ -554,9 +559,7 @@ def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
         given, save=None, save_xser=str(tmp_path / "parts"), load_xser=str(tmp_path / "parts")
     )
     process = torchrun(parts, tmp_path / "first.log")
-    deadline = time.monotonic() + 120
-    while len(losses(tmp_path / "first.log")) < 5 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for_losses(tmp_path / "first.log", 5)
     process.send_signal(number)
     assert process.wait(60) != 0
     text = (tmp_path / "first.log").read_text()
@@ -576,3 +579,80 @@ def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
         GPT2LMHeadModel.from_pretrained(tmp_path / f"{f}-merged") for f in ("whole", "parts")
     )
     assert same_weights(dict(one.named_parameters()), dict(other.named_parameters()))
+
+
+def wait_for_losses(log: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (log.exists() and len(losses(log)) >= count) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(losses(log)) >= count, log.read_text()
+
+
+@pytest.mark.slow
+def test_one_run_at_a_time_and_none_after_its_launcher(data, tmp_path):
+    """A second run on the folder is refused. `kill -9` of torchrun ends its ranks too, and then
+    the folder is free; TensorBoard shows each step once.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = str(tmp_path / "saved")
+    given = arguments(
+        data,
+        tensor_model_parallel_size=2,
+        num_workers=1,
+        train_iters=1000,
+        save=folder,
+        load=folder,
+        save_interval=7,
+        tensorboard_dir=str(tmp_path / "tb"),
+        eval_iters=0,
+    )
+    first = torchrun(given, tmp_path / "first.log")
+    wait_for_losses(tmp_path / "first.log", 10)
+    assert torchrun(given, tmp_path / "second.log").wait(120) != 0
+    text = (tmp_path / "second.log").read_text()
+    refused = rf"another run saves into {folder} \(process \d+ on .*\): wait until"
+    assert re.search(refused, text) and not losses(tmp_path / "second.log"), text
+    assert first.poll() is None
+
+    ranks = psutil.Process(first.pid).children(recursive=True)
+    assert len(ranks) >= 4  # with their loader workers
+    first.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=8)
+    assert not alive
+    saved, done = latest(folder).step, len(losses(tmp_path / "first.log"))
+    assert done - 8 <= saved <= done + 1
+
+    last = replace(given, exit_interval=saved + 20)
+    assert torchrun(last, tmp_path / "third.log").wait(120) == 0
+    third = losses(tmp_path / "third.log")
+    assert [int(step) for step, _ in third] == list(range(saved + 1, saved + 21))
+    overlap = dict(losses(tmp_path / "first.log"))
+    assert all(overlap.get(step, loss) == loss for step, loss in third)
+    events = EventAccumulator(str(tmp_path / "tb"), {"scalars": 0}).Reload()
+    steps = list(range(1, saved + 21))
+    assert [event.step for event in events.Scalars("lm loss")] == steps
+    by_samples = [event.step for event in events.Scalars("lm loss vs samples")]
+    assert by_samples == [8 * step for step in steps]
+
+
+def held(folder):
+    with sole_run(folder):
+        return (Path(folder) / sole_run_module.LOCK).read_text()
+
+
+def test_a_lock_whose_owner_is_dead_is_free(ranks, tmp_path, monkeypatch):
+    folder, ready = str(tmp_path / "saved"), tmp_path / "ready"
+    code = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
+        "lock.write('somebody'); lock.flush(); open(sys.argv[2], 'w'); time.sleep(100)"
+    )
+    os.mkdir(folder)
+    lock = os.path.join(folder, sole_run_module.LOCK)
+    with subprocess.Popen([sys.executable, "-c", code, lock, str(ready)]) as owner:
+        while not ready.exists():
+            time.sleep(0.02)
+        for error in ranks(held, folder, world_size=2, return_exceptions=True):
+            assert isinstance(error, ValueError) and f"{folder} (somebody)" in str(error)
+        owner.kill()
+    assert all(text.startswith("process ") for text in ranks(held, folder, world_size=2))

@@ -107,6 +107,11 @@ class GPTLogger:
                 [Metric("Validation loss", loss, "", {"Global step": iteration})]
             )
 
+    def flush(self) -> None:
+        """Writes events to the file, so that a run that goes on from here finds all of them."""
+        if self._writer:
+            self._writer.flush()
+
     def _scalars(self, iteration: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)

@@ -127,6 +127,7 @@ def _pretrain(
     def save(iteration: int) -> None:
         nonlocal saved
         if arguments.save_dir and saved != iteration and not compiling:
+            logger.flush()
             gpt_checkpoint.save(arguments, iteration, model, optimizer, scheduler, sampler)
             saved = iteration
 
