@@ -23,15 +23,22 @@ class Claims:
     """The claims of one run, written to `output_dir/results.json` as they are made.
 
     Args:
-        output_dir: folder of `results.json`; made if missing. A new `Claims` begins a new run: earlier results go.
+        output_dir: folder of `results.json`; made if missing. A new `Claims` begins a new run: earlier
+            claims go.
         parameters: what the run was asked to do.
+
+    Raises:
+        ValueError: the folder's `results.json` has no claims, so that something else wrote it.
     """
 
     def __init__(self, output_dir: str | Path, parameters: dict[str, Any]):
-        self._file = TrainingMetrics(Path(output_dir) / "results.json")
+        file = Path(output_dir) / "results.json"
+        self._file = TrainingMetrics(file)
         self._claims: dict[str, dict] = {}
+        if file.exists() and (not file.is_file() or "claims" not in self._file.read()):
+            raise ValueError(f"{file} was not written by a notebook: name another output_dir")
         empty = {"results": {"parameters": plain(parameters), "metrics": []}, "claims": []}
-        self._file.update(lambda content: (content.clear(), content.update(empty)))
+        self._file.update(lambda content: content.update(empty))
 
     def add(
         self, name: str, measured: Any, expected: Any, tolerance: float = 0.0, relation: str = "=="
