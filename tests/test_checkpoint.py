@@ -147,7 +147,7 @@ def four_saves(folder, async_save):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_keeps_the_newest_and_latest_is_by_step(ranks, tmp_path, async_save):
+def test_keeps_the_newest(ranks, tmp_path, async_save):
     os.makedirs(tmp_path / "notes")  # a folder of the user's
     os.makedirs(tmp_path / "step_5.incomplete")
     ranks(four_saves, str(tmp_path), async_save, world_size=2, tp=2)
@@ -256,7 +256,7 @@ def two_different_tied(folder):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (foreign, "lacks down, embed, gate_up and 5 more"),
+        (foreign, "missing keys: down, embed, gate_up and 5 more"),
         (larger, "embed (6, 4), here (5, 4)"),
         (two_different_tied, "embed and head"),
     ],

@@ -1,6 +1,6 @@
 """Checkpoints of the vendor's library, which have no metadata: loaded on the same mesh and on
 others, or refused with what is missing. `NeuronZero1Optimizer.save_sharded_state_dict`, whose files
-have none either. And checkpoints for the vendor's library.
+have none either and are the vendor's.
 """
 
 import os
@@ -20,11 +20,12 @@ from tests.test_checkpoint_tools import (
     zero_resume,
     zero_straight,
 )
-from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tensors
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.optimizer.shards import join_shards
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.storage import xser
 
 MESHES = [
     (4, 2),
@@ -111,7 +112,7 @@ def test_tools_say_what_is_missing(ranks, tmp_path, capsys, command):
     ranks(write_as_vendor, f"{tmp_path}/run", torch.float32, True, world_size=4, tp=2)
     name, *options = command
     assert main([name, f"{tmp_path}/run/step_3", f"{tmp_path}/out/t", *options]) == 1
-    assert "no metadata.json" in capsys.readouterr().err
+    assert "does not have metadata.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -135,7 +136,7 @@ def load_weights(folder):
     "tp, words",
     [
         (4, "dp_rank_00_tp_rank_01_pp_rank_00.pt: qkv is not what the rank before has"),
-        (2, "does not say how qkv is cut: size over parts: 2 is not divisible by 4"),
+        (2, "does not say how qkv is sharded: size over parts: 2 is not divisible by 4"),
     ],
 )
 def test_shared_heads_in_another_order_are_refused(ranks, tmp_path, tp, words):
@@ -200,27 +201,18 @@ def test_sharded_state_dict_at_every_mesh(ranks, tmp_path, write, num_workers):
             assert same(weights, right) and same(master, right_master), (world_size, tp)
 
 
-def save_both(folder):
-    model = Odd(torch.bfloat16)
-    optimizer = model.optimizer()
-    train_odd(0, 3, model, optimizer)
-    save_checkpoint(f"{folder}/run", "step_3", model, optimizer)
-    optimizer.save_sharded_state_dict(f"{folder}/sharded")
+def save_twice(folder, dtype):
+    save_sharded(f"{folder}/ours", dtype, 8)
+    save_as_vendor(f"{folder}/theirs", dtype, 8)
 
 
 @pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (3, 1)])
 def test_sharded_state_dict_is_the_vendors(ranks, tmp_path, world_size, tp):
-    """The same as `reshard --vendor` writes, which torch-xla's optimizer loads, see below."""
-    ranks(save_both, str(tmp_path), world_size=world_size, tp=tp)
-    reshard(tmp_path / "run", tmp_path / "theirs", tp, world_size // tp, "--vendor")
-    files = sorted((tmp_path / "theirs" / "optim").iterdir())
+    ranks(save_twice, str(tmp_path), torch.bfloat16, world_size=world_size, tp=tp)
+    files = sorted((tmp_path / "theirs").iterdir())
     assert len(files) == world_size
     for file in files:
-        dp, rank = int(file.name[8:10]), int(file.name[19:21])
-        found = tensors.load(tmp_path / "sharded" / f"optim.dp_rank_{dp:02d}.tp_rank_{rank:02d}")
-        assert (found.pop("dp_rank"), found.pop("tp_rank")) == (dp, rank)
-        assert found.keys() == (expected := tensors.load(file)).keys()
-        assert_same_object({name: found[name] for name in expected}, expected)
+        assert_same_object(xser.load(tmp_path / "ours" / file.name), xser.load(file))
 
 
 class Bomb:
@@ -252,7 +244,7 @@ def test_an_empty_folder(ranks, tmp_path):
         assert kind is FileNotFoundError and "none" in message
 
 
-# --- from here to the vendor ----------------------------------------------------------------------
+# --- parameters that are hard to shard ----------------------------------------------------------------------
 
 
 class Odd(Standin):
@@ -290,6 +282,14 @@ def save_odd(folder, scalar=True, **options):
     save_checkpoint(folder, "step_3", model, optimizer, scheduler, content, **options)
 
 
+def save_both(folder):
+    model = Odd(torch.bfloat16, scalar=False)
+    optimizer = model.optimizer()
+    train_odd(0, 3, model, optimizer)
+    save_checkpoint(f"{folder}/run", "step_3", model, optimizer)
+    optimizer.save_sharded_state_dict(f"{folder}/sharded")
+
+
 def go_on_odd(folder, tag):
     model = Odd(torch.bfloat16)
     optimizer = model.optimizer()
@@ -320,26 +320,6 @@ def reshard(source, output, tp: int, dp: int, *options: str) -> None:
     assert main(["verify", str(output)]) == 0
 
 
-@pytest.mark.parametrize("form", ["plain", "xser"])
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_to_the_vendor_and_back_is_the_identity(ranks, tmp_path, dp, form):
-    ranks(save_odd, str(tmp_path), world_size=4, tp=2)
-    ours, theirs = tmp_path / "step_3", tmp_path / "theirs"
-    options = ["--xser"] if form == "xser" else []
-    reshard(ours, theirs, 2, dp, "--vendor", *options)
-    reshard(theirs, tmp_path / "back", 2, 2, "--no-xser")
-    files = sorted(file.relative_to(ours) for file in ours.glob("[mo]*/*.pt"))
-    assert len(files) == 2 + 4
-    for file in files:
-        assert_same_object(tensors.load(ours / file), tensors.load(tmp_path / "back" / file))
-    if dp == 2:  # and it loads here as it is
-        expected = ranks(straight_odd, world_size=4, tp=2)
-        for (weights, master), right in zip(
-            ranks(go_on_odd, str(tmp_path), "theirs", world_size=4, tp=2), expected
-        ):
-            assert same(weights, right[0]) and same(master, right[1])
-
-
 @pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (2, 2), (4, 1)])
 def test_odd_parameters_at_every_mesh(ranks, tmp_path, world_size, tp):
     ranks(save_odd, str(tmp_path), world_size=4, tp=2)
@@ -365,41 +345,6 @@ def test_odd_parameters_of_a_plain_optimizer(ranks, tmp_path, zero1, tool):
         assert same(found, expected)
 
 
-def test_the_vendor_finds_the_files_and_keys_that_it_reads(ranks, tmp_path):
-    ranks(save_odd, str(tmp_path), scalar=False, world_size=4, tp=2)
-    reshard(tmp_path / "step_3", tmp_path / "theirs", 2, 3, "--vendor")
-    theirs = tmp_path / "theirs"
-    assert (theirs / "checkpoint").read_text() == "1" and (theirs / "done").stat().st_size
-    shard = "dp_rank_{:02d}_tp_rank_{:02d}_pp_rank_00.pt"
-    assert sorted(os.listdir(theirs / "model")) == [shard.format(0, tp) for tp in (0, 1)]
-    assert sorted(os.listdir(theirs / "optim")) == [
-        shard.format(dp, tp) for dp in range(3) for tp in (0, 1)
-    ]
-    for name in ("scheduler.pt", "user_content.pt"):
-        torch.load(theirs / name, weights_only=True)
-    for tp in (0, 1):
-        weights = torch.load(theirs / "model" / shard.format(0, tp), weights_only=True)
-        for dp in range(3):
-            value = torch.load(theirs / "optim" / shard.format(dp, tp), weights_only=True)
-            assert list(value) == [
-                "state", "param_groups", "base_state", "shape_info", "sharded_master_weights"
-            ]  # fmt: skip
-            names = [name for group in value["param_groups"] for name in group["param_names"]]
-            assert value["state"] == {}
-            assert [n for group in value["param_groups"] for n in group["params"]] == list(
-                range(len(names))
-            )
-            for number, name in enumerate(names):
-                shape = weights[name].shape
-                assert value["shape_info"][number] == shape
-                rows = torch.Size([-(-shape[0] // 3), *shape[1:]])
-                assert value["sharded_master_weights"][number].shape == rows
-                fields = value["base_state"].get(number, {})
-                assert bool(fields) == (name != "frozen")
-                for field, tensor in fields.items():
-                    assert tensor.shape == (() if field == "step" else rows)
-
-
 # What runs in a process of its own: torch-xla's optimizer is given the files of all three places,
 # one after the other, as if it were each of them.
 LOAD_WITH_TORCH_XLA = """
@@ -411,8 +356,8 @@ import torch_xla.runtime as runtime
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 folder, places = sys.argv[1], 3
-weights = torch.load(f"{folder}/model/dp_rank_00_tp_rank_00_pp_rank_00.pt")
-files = [f"{folder}/optim/dp_rank_{dp:02d}_tp_rank_00_pp_rank_00.pt" for dp in range(places)]
+weights = torch.load(f"{folder}/run/step_3/model/dp_rank_00_tp_rank_00_pp_rank_00.pt")
+files = [f"{folder}/sharded/optim.dp_rank_{dp:02d}.tp_rank_00" for dp in range(places)]
 masters = [torch.load(file)["sharded_master_weights"] for file in files]
 held = []
 for rank, file in enumerate(files):
@@ -464,9 +409,8 @@ def whole_state():
 
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch-xla")
 def test_torch_xlas_optimizer_loads_it(ranks, tmp_path):
-    ranks(save_odd, str(tmp_path), scalar=False, world_size=2, tp=1)
-    reshard(tmp_path / "step_3", tmp_path / "theirs", 1, 3, "--vendor")
-    command = [sys.executable, "-c", LOAD_WITH_TORCH_XLA, tmp_path / "theirs", tmp_path / "held"]
+    ranks(save_both, str(tmp_path), world_size=3, tp=1)
+    command = [sys.executable, "-c", LOAD_WITH_TORCH_XLA, tmp_path, tmp_path / "held"]
     environment = os.environ | {"PJRT_DEVICE": "CPU"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

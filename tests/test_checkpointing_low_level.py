@@ -8,6 +8,7 @@ import torch
 
 from tests.standin import Standin, attempt, full_weights, same, state
 from tutorial_lib.parallel_layers import checkpointing, parallel_state
+from tutorial_lib.storage import objects, xser
 
 
 def round_trip(folder, xser, serially):
@@ -50,21 +51,19 @@ def test_round_trip_and_files(ranks, tmp_path, xser, serially):
 
 
 def test_torch_xla_reads_xser_and_we_read_its(ranks, tmp_path):
-    xser = pytest.importorskip("torch_xla.utils.serialization")
+    theirs_ = pytest.importorskip("torch_xla.utils.serialization")
     ranks(round_trip, str(tmp_path), True, True, world_size=2, tp=2)
-    with torch.serialization.safe_globals([xser.TensorReference]):
+    with torch.serialization.safe_globals([theirs_.TensorReference]):
         references = torch.load(tmp_path / "tp_rank_00_pp_rank_00", weights_only=True)
-    assert type(references["model"]["embed"]) is xser.TensorReference
+    assert type(references["model"]["embed"]) is theirs_.TensorReference
     assert references["model"]["embed"].tid == references["model"]["head"].tid, (
         "a tied tensor is stored once"
     )
     theirs = tmp_path / "theirs"
     os.mkdir(f"{theirs}.tensors")
-    torch.save({"w": xser.TensorReference(0), "n": 3}, theirs)
+    torch.save({"w": theirs_.TensorReference(0), "n": 3}, theirs)
     torch.save(torch.ones(2), f"{theirs}.tensors/tensor_0.pt")
-    from tutorial_lib.checkpoint import tensors
-
-    assert tensors.load(theirs)["w"].tolist() == [1, 1]
+    assert xser.load(theirs)["w"].tolist() == [1, 1]
 
 
 def options(folder):
@@ -159,11 +158,9 @@ def test_bad_saves(ranks):
 
 
 def views_and_ties():
-    from tutorial_lib.checkpoint import tensors
-
     base = torch.arange(1000.0)
     view = base[10:12]
-    host = tensors.to_host({"view": view, "tied": view, "turned": base.reshape(10, 100).t()[:2]})
+    host = objects.to_host({"view": view, "tied": view, "turned": base.reshape(10, 100).t()[:2]})
     assert host["view"] is host["tied"] and host["view"].untyped_storage().nbytes() == 8
     assert host["turned"].is_contiguous() and host["turned"].untyped_storage().nbytes() == 80
 

@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from transformers import GPT2Config
 from transformers.models.gpt2 import modeling_gpt2 as hf
 
-from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags, tensors
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags
 from tutorial_lib.checkpoint.__main__ import main
-from tutorial_lib.checkpoint.reader import Reader
 from tutorial_lib.models.full_weights import full_tensors, load_full_tensors
 from tutorial_lib.models.gpt import GPT2LMHeadModel, make_config, padded_vocabulary, parameter_count
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers.consistency import check_replicated
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+from tutorial_lib.storage import xser
 
 from .parity import assert_refused, assert_same, build, train_alone, train_together
 from .standin import same, state
@@ -256,8 +256,8 @@ def test_checkpoints_are_merged_split_and_cut_anew(ranks, tmp_path, tp, other, c
     assert same(state(merged), state(model))
     again = str(tmp_path / "again" / "t")
     assert main(["split", str(tmp_path / "merged"), again, "--tp", str(tp)]) == 0
-    for file in Reader(tags.latest(run)).files():
-        assert same(tensors.load(file), tensors.load(f"{again}/model/{file.name}"))
+    for file in (tags.latest(run).path / "model").iterdir():
+        assert same(xser.load(file), xser.load(f"{again}/model/{file.name}"))
     assert main(["reshard", f"{run}/step_7", f"{run}/other", "--tp", str(other)]) == 0
     for tag in ("step_7", "other"):
         for found in ranks(load, str(run), tag, changes, world_size=other, tp=other):

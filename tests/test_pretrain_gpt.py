@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from tutorial_lib.checkpoint.__main__ import main as tools
-from tutorial_lib.checkpoint.reader import Reader
+from tutorial_lib.checkpoint.shards import Shards
 from tutorial_lib.checkpoint.tags import complete, latest
 from tutorial_lib.data import gpt_batches
 from tutorial_lib.data.gpt_dataset import build_gpt_datasets
@@ -201,7 +201,7 @@ def test_keeping_the_last_checkpoint_only(ranks, data, tmp_path):
     given = arguments(data, save=str(tmp_path), save_interval=2, keep_last_checkpoint_only=True)
     ranks(run, given, world_size=1, tp=1)
     assert [one.step for one in complete(tmp_path)] == [6]
-    content = Reader(latest(tmp_path)).object("user_content.pt")
+    content = Shards(latest(tmp_path)).object("user_content.pt")
     assert content["consumed_train_samples"] == 48 and content["arguments"]["lr"] == 1e-2
 
 

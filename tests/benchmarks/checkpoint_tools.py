@@ -51,9 +51,10 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
     """Writes a Llama-shaped checkpoint of about that size at degree `TP`; bytes in all and in the
     largest tensor.
     """
-    from tutorial_lib.checkpoint.layout import METADATA, Layout, to_json, write_metadata
     from tutorial_lib.checkpoint.ranks import shard_name
     from tutorial_lib.checkpoint.stream import form, sink
+
+    from tutorial_lib.checkpoint.layout import METADATA, Layout, to_json, write_metadata
     from tutorial_lib.checkpoint.tools import write_checkpoint
     from tutorial_lib.parallel_layers.sharding import Partition
 

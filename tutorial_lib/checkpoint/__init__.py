@@ -4,19 +4,7 @@ Face.
 `python -m tutorial_lib.checkpoint --help` lists the tools.
 """
 
-import importlib
-
-_EXPORTS = {
-    "save_checkpoint": "save",
-    "finalize_checkpoint": "background",
-    "load_checkpoint": "load",
-    "has_checkpoint": "load",
-}
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str):
-    # Loaded when asked for: the tools need none of what a rank needs.
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from .background import finalize_checkpoint as finalize_checkpoint
+from .load import has_checkpoint as has_checkpoint
+from .load import load_checkpoint as load_checkpoint
+from .save import save_checkpoint as save_checkpoint

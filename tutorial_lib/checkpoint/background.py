@@ -1,9 +1,8 @@
 """Saving while training goes on: one thread a rank writes a copy, and rank 0's publishes when all
 have written.
 
-The ranks' threads must not share collectives with training. They tell one another of their progress
-by files in the folder
-aside: `reports/rank_<r>.json` holds the digests of what rank r wrote, or its error.
+The ranks' threads must not share collectives with training. They report their progress by files in
+the folder aside: `reports/rank_<r>.json` holds the digests of what rank r wrote, or its error.
 """
 
 import atexit
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..parallel_layers import comm, parallel_state
-from . import ranks
-from .files import Digest, write_text
+from ..parallel_layers import comm, parallel_state, ranks
+from ..storage import Digest, read_json, write_text
 
 REPORTS = "reports"
 PATIENCE = 600.0  # seconds that a rank's report may be awaited after the previous one
@@ -43,12 +41,8 @@ class Save:
         publish: Callable[[dict[str, Digest]], None],
         wait_for: Iterable[int],
     ):
-        self._aside, self._write, self._publish, self._wait_for = (
-            aside,
-            write,
-            publish,
-            list(wait_for),
-        )
+        self._aside, self._write, self._publish = aside, write, publish
+        self._wait_for = list(wait_for)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._abandoned = threading.Event()
         self.future: Future = _executor.submit(self._run)
@@ -64,13 +58,8 @@ class Save:
         if self._rank == 0:
             reports = self._await(range(self._world))
             shutil.rmtree(self._aside / REPORTS)
-            self._publish(
-                {
-                    name: Digest(**digest)
-                    for report in reports
-                    for name, digest in report["files"].items()
-                }
-            )
+            files = {name: found for report in reports for name, found in report["files"].items()}
+            self._publish({name: Digest(**digest) for name, digest in files.items()})
 
     def _report(self, report: dict) -> None:
         (self._aside / REPORTS).mkdir(exist_ok=True)
@@ -80,10 +69,8 @@ class Save:
         """The reports of these ranks, as soon as they are there."""
         found = []
         for rank in wanted:
-            path, deadline = (
-                self._aside / REPORTS / f"rank_{rank}.json",
-                time.monotonic() + PATIENCE,
-            )
+            path = self._aside / REPORTS / f"rank_{rank}.json"
+            deadline = time.monotonic() + PATIENCE
             while not path.exists():
                 if self._abandoned.wait(0.02):
                     raise PeerFailed(f"the save to {self._aside} was given up")
@@ -91,7 +78,7 @@ class Save:
                     raise TimeoutError(
                         f"rank {rank} has not written its part of {self._aside} in {PATIENCE:.0f} s"
                     )
-            found.append(json.loads(path.read_text()))
+            found.append(read_json(path))
             if "error" in found[-1]:
                 raise PeerFailed(f"rank {rank}: {found[-1]['error']}")
         return found

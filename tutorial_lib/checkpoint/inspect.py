@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from ..storage.xser import files_of, is_xser
 from . import tags
-from .reader import Reader
-from .tensors import files_of, is_xser
-from .tools import find
+from .shards import Shards
+from .verify import SMALL
 
 
 def inspect(path: str | Path) -> str:
@@ -19,92 +19,71 @@ def inspect(path: str | Path) -> str:
         FileNotFoundError: there is no complete checkpoint at `path`.
     """
     path, lines = Path(path), []
-    checkpoint = find(path)
+    checkpoint = tags.locate(path)
     if checkpoint.path != path.resolve():
         for item in tags.complete(path):
-            lines.append(
-                f"{item.tag}: complete, step {item.step}"
-                + (" (latest)" if item == checkpoint else "")
-            )
-        lines += [
-            f"{half.name}: incomplete, left by an interrupted save"
-            for half in tags.incomplete(path)
-        ]
+            latest = " (latest)" if item == checkpoint else ""
+            lines.append(f"{item.tag}: complete, step {item.step}{latest}")
+        for half in tags.incomplete(path):
+            lines.append(f"{half.name}: incomplete, left by an interrupted save")
         lines.append("")
     return "\n".join(lines + _describe(checkpoint))
 
 
 def _describe(checkpoint: tags.Complete) -> list[str]:
-    reader = Reader(checkpoint, check=False)
+    shards = Shards(checkpoint, check=False)
+    files = [shards.file(*place) for place in shards.found()]
     missing = {name for name in checkpoint.files if not (checkpoint.path / name).is_file()}
-    missing |= {str(file.relative_to(reader.path)) for file in reader.missing()}
+    missing |= {str(file.relative_to(shards.path)) for file in shards.missing()}
     size = sum(file.stat().st_size for file in checkpoint.path.rglob("*") if file.is_file())
-    sizes = ", ".join(f"{axis} {n}" for axis, n in reader.mesh.items())
-    form = (
-        "one file a tensor (xser)"
-        if any(is_xser(f) for f in reader.files())
-        else "one file a shard"
-    )
+    form = "one file a tensor (xser)" if any(map(is_xser, files)) else "one file a shard"
     lines = [
         f"checkpoint  {checkpoint.path}",
         f"step        {checkpoint.step}",
-        f"mesh        {sizes}",
-        f"size        {size / 1e6:.1f} MB in {sum(len(files_of(f)) for f in reader.files())} files "
-        f"of tensors, {form}",
+        f"mesh        {', '.join(f'{axis} {n}' for axis, n in shards.mesh.items())}",
+        f"size        {size / 1e6:.1f} MB in {sum(len(files_of(file)) for file in files)} files of "
+        f"tensors, {form}",
     ]
-    if reader.layouts is None:
-        who = "another library" if reader.metadata is None else "a dict without parameters' marks"
-        lines.append(f"saved by {who}: full shapes and cuts are not recorded")
-        first = next((f for f in reader.files() if f.parent.name == "model"), None)
-        if first is not None:
-            lines.append(
-                "shard 0     "
-                f"{_count({n: tuple(t.shape) for n, t in reader.lazy(first).index.items()}, None)}"
-            )
-    else:
-        layouts = reader.layouts
-        ties = reader.metadata["tied"]
-        twice = {name for group in ties for name in group[1:]}
-        once = {name: layout.shape for name, layout in layouts.items() if name not in twice}
-        lines.append(f"model       {reader.metadata['architecture']}, {_count(once, layouts)}")
-        lines.append(f"tied        {'; '.join(' = '.join(group) for group in ties) or 'nothing'}")
-        cut = sum(layout.partition is not None for layout in layouts.values())
-        lines.append(
-            f"cut         {cut} tensors over {reader.tp} ranks, {len(layouts) - cut} on every rank"
-        )
-        optimizer = reader.metadata["optimizer"]
-        zero = (
-            f"ZeRO-1 over data-parallel groups of {reader.zero_degree}"
-            if optimizer and optimizer["zero1"]
-            else "on every data-parallel rank"
-        )
-        lines.append(f"optimizer   {'none' if optimizer is None else zero}")
-    others = [n for n in ("scheduler.pt", "user_content.pt", "random_state.pt") if reader.has(n)]
-    lines.append(f"besides     {', '.join(others) or 'nothing'}")
-    lines.append(f"missing     {', '.join(sorted(missing)) or 'nothing'}")
-    if layouts := reader.layouts:
-        width = max(len(name) for name in layouts)
-        lines += ["", *(f"{n:{width}}  {_form(x)}" for n, x in layouts.items())]
-    return lines
-
-
-def _count(shapes: dict[str, tuple[int, ...]], layouts) -> str:
-    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    layouts = shards.layouts
     if layouts is None:
-        return f"{total:,} elements in {len(shapes)} tensors"
-    dtypes = Counter(str(layouts[name].dtype).removeprefix("torch.") for name in shapes)
-    kinds = ", ".join(f"{n} {dtype}" for dtype, n in dtypes.items())
-    return f"{total:,} elements in {len(shapes)} tensors ({kinds})"
+        who = "another library" if shards.metadata is None else "a dict without parameters' marks"
+        lines.append(f"saved by {who}: full shapes and layouts are not recorded")
+    else:
+        ties = shards.metadata["tied"]
+        twice = {name for group in ties for name in group[1:]}
+        once = {name: layout for name, layout in layouts.items() if name not in twice}
+        total = sum(torch.Size(layout.shape).numel() for layout in once.values())
+        kinds = Counter(_name(layout.dtype) for layout in once.values())
+        sharded = sum(layout.partition is not None for layout in layouts.values())
+        optimizer = shards.metadata["optimizer"]
+        where = "on every data-parallel rank"
+        if optimizer and optimizer["zero1"]:
+            where = f"ZeRO-1 over data-parallel groups of {shards.zero_degree}"
+        lines += [
+            f"model       {shards.metadata['architecture']}, {total:,} elements in {len(once)} "
+            f"tensors ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
+            f"tied        {'; '.join(' = '.join(group) for group in ties) or 'nothing'}",
+            f"sharded     {sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on "
+            "every rank",
+            f"optimizer   {'none' if optimizer is None else where}",
+        ]
+    lines.append(f"besides     {', '.join(filter(shards.has, SMALL)) or 'nothing'}")
+    lines.append(f"missing     {', '.join(sorted(missing)) or 'nothing'}")
+    width = max(map(len, layouts or [""]))
+    return lines + [f"{name:{width}}  {_form(layout)}" for name, layout in (layouts or {}).items()]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _form(layout) -> str:
-    text = (
-        f"{'×'.join(map(str, layout.shape)) or 'scalar'} {str(layout.dtype).removeprefix('torch.')}"
-    )
-    cut = layout.partition
-    if cut is None:
+    text = f"{'×'.join(map(str, layout.shape)) or 'scalar'} {_name(layout.dtype)}"
+    partition = layout.partition
+    if partition is None:
         return text
-    text += f", cut along dim {cut.dim}"
-    text += f", {len(cut.sizes)} fused" if len(cut.sizes) > 1 else ""
-    text += f", ranks sharing a part: {cut.replicas}" if max(cut.replicas) > 1 else ""
-    return text + (f", padded by {cut.pad}" if cut.pad else "")
+    text += f", sharded along dim {partition.dim}"
+    text += f", {len(partition.sizes)} fused" if len(partition.sizes) > 1 else ""
+    shared = f", ranks that share a shard: {partition.replicas}"
+    text += shared if max(partition.replicas) > 1 else ""
+    return text + (f", padded by {partition.pad}" if partition.pad else "")

@@ -1,29 +1,34 @@
 """What `metadata.json` says of a checkpoint: the mesh that wrote it, and how each tensor's shards
 make the full tensor.
 
-Tools read it instead of building a model. How a tensor is cut is a
+Tools read it instead of building a model. How a tensor is sharded is a
 `parallel_layers.sharding.Partition`, as in the layers.
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from ..parallel_layers.sharding import Partition, partition_of
 from ..parallel_layers.utils import divide
-from .files import Digest, write_text
+from ..storage import Digest, read_json, write_text
 
 METADATA = "metadata.json"
+RANKS = 1_000_000  # that a mesh can have at most
 MAYBE = (dict, type(None))
 ENTRIES = {"mesh": dict, "config": MAYBE, "model": MAYBE, "tied": list, "optimizer": MAYBE}
 
 
+def shard_name(dp: int, tp: int, pp: int = 0) -> str:
+    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+
+
 @dataclass(frozen=True)
 class Layout:
-    """One tensor of a model: its full shape, without padding, its dtype, and its cut (None:
-    replicated).
+    """One tensor of a model: its full shape, without padding, its dtype, and how it is sharded
+    (None: replicated).
     """
 
     shape: tuple[int, ...]
@@ -37,68 +42,38 @@ class Layout:
             shape[self.partition.dim] = sum(self.partition.local_sizes)
         return tuple(shape)
 
-    def fill(self, full: torch.Tensor, shard: torch.Tensor, rank: int) -> None:
-        """Copies the shard of `rank` to its place in the full tensor."""
-        if self.partition is None:
-            full.copy_(shard)
-            return
-        for start, local, length in self.partition.pieces(rank):
-            full.narrow(self.partition.dim, start, length).copy_(
-                shard.narrow(self.partition.dim, local, length)
-            )
+    def of(self, dtype: torch.dtype) -> "Layout":
+        """The same with that dtype."""
+        return replace(self, dtype=dtype)
 
-    def cut(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The shard of `rank` with its padding: a copy, or `full` itself where it is replicated."""
-        return full if self.partition is None else self.partition.shard(full, rank)
-
-    def sources(self) -> list[int]:
-        """The ranks whose shards together make the full tensor, one for each part."""
-        if self.partition is None:
-            return [0]
-        needed, seen = [], set()
-        for rank in range(self.partition.parts):
-            pieces = set(self.partition.pieces(rank))
-            if not pieces <= seen:
-                needed.append(rank)
-                seen |= pieces
-        return needed
-
-    def at(self, parts: int, pad: bool = False, heads: tuple[int, ...] | None = None) -> "Layout":
+    def at(self, parts: int, pad: bool = False, heads: tuple[int, ...] = ()) -> "Layout":
         """The same tensor at another tensor-parallel degree.
 
-        Padding follows the degree. Where ranks share a part, there stay as many parts.
+        Padding follows the degree. Where ranks share a shard, there stay as many shards.
 
         Args:
             pad: allow padding that was not there before, for a vocabulary that does not divide.
-            heads: of how many attention heads each matrix consists, so that none is cut; ranks that
-                are more share one.
+            heads: how many attention heads each matrix has, so that none is divided; if there are
+                more ranks, they share one.
 
         Raises:
-            ValueError: the sizes do not allow that degree, or the ranks are in an order of their
-                own; with the numbers.
+            ValueError: the sizes do not allow that degree, with the numbers.
         """
         old = self.partition
         if old is None or old.parts == parts:
             return self
-        if old.order is not None:
-            raise ValueError(
-                f"the parts lie on the ranks in the order {old.order}: {parts} ranks need one of "
-                "their own"
-            )
-        if heads is not None:
+        if heads:
             if old.pad:
-                raise ValueError(
-                    f"attention heads that are padded (by {old.pad} rows here) cannot be cut anew"
-                )
+                raise ValueError(f"attention heads with {old.pad} rows of padding are not divided")
             replicas = tuple(
-                divide(parts, h, "ranks over heads") if h % parts else 1 for h in heads
+                divide(parts, n, "ranks over heads") if n % parts else 1 for n in heads
             )
             return replace(self, partition=Partition(old.dim, old.sizes, parts, replicas))
         replicas = tuple(max(parts * r // old.parts, 1) if r > 1 else 1 for r in old.replicas)
         padded = old.pad or old.multiple > 1 or (pad and len(old.sizes) == 1)
         padding = -old.sizes[0] % (parts * old.multiple) if padded else 0
-        cut = Partition(old.dim, old.sizes, parts, replicas, padding, None, old.multiple)
-        return replace(self, partition=cut)
+        sharded = replace(old, parts=parts, replicas=replicas, pad=padding)
+        return replace(self, partition=sharded)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
@@ -110,7 +85,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     layout = Layout(tuple(shape), tensor.dtype, partition)
     if layout.local_shape() != tuple(tensor.shape):
         raise ValueError(
-            f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a part "
+            f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a shard of "
             f"{layout.local_shape()}"
         )
     return layout
@@ -139,42 +114,65 @@ def to_json(layouts: dict[str, Layout]) -> dict:
     }
 
 
-def from_json(entries: dict) -> dict[str, Layout]:
-    result = {}
-    for name, entry in entries.items():
-        cut = entry.get("partition")
-        if cut is not None:
-            cut = Partition(**{k: tuple(v) if isinstance(v, list) else v for k, v in cut.items()})
-        layout = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), cut)
-        if not isinstance(layout.dtype, torch.dtype):
-            raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
-        torch.Size(layout.local_shape())  # raises what these numbers are not
-        result[name] = layout
-    return result
+def _from_json(entry: dict, tp: int) -> Layout:
+    partition = entry.get("partition")
+    if partition is not None:
+        known = {field.name for field in fields(Partition)}
+        if other := [k for k in partition.keys() - known if partition[k] not in (None, 1)]:
+            raise ValueError(f"{other[0]} of a partition is not supported")
+        items = {name: partition[name] for name in partition.keys() & known}
+        partition = Partition(**{k: tuple(v) if type(v) is list else v for k, v in items.items()})
+        if partition.parts != tp:
+            raise ValueError(f"a tensor is sharded over {partition.parts} ranks of {tp}")
+    layout = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), partition)
+    numbers = [*layout.shape, *(partition.local_sizes if partition else ())]
+    if not isinstance(layout.dtype, torch.dtype) or not all(type(n) is int for n in numbers):
+        raise ValueError(f"{entry} does not describe a tensor")
+    if partition is not None and sum(partition.sizes) != layout.shape[partition.dim]:
+        raise ValueError(f"{entry} has matrices of other sizes than the tensor")
+    torch.empty(layout.local_shape(), dtype=layout.dtype, device="meta")  # raises for other numbers
+    return layout
 
 
-def write_metadata(folder: str | Path, metadata: dict) -> Digest:
-    return write_text(Path(folder) / METADATA, json.dumps(metadata, indent=1))
+def check_mesh(mesh: dict) -> None:
+    """Raises ValueError or KeyError unless these are the sizes of a mesh."""
+    ranks = mesh["tp"] * mesh["pp"]
+    for axis, size in mesh.items():
+        if type(size) is not int or not 1 <= size <= RANKS or ranks > RANKS:
+            raise ValueError(f"a mesh cannot have {axis} {size!r}, with {ranks} ranks to a model")
+
+
+def write_metadata(folder: str | Path, metadata: dict) -> dict[Path, Digest]:
+    path = Path(folder) / METADATA
+    return {path: write_text(path, json.dumps(metadata, indent=1))}
 
 
 def read_metadata(folder: str | Path) -> dict | None:
-    """The metadata of a checkpoint, with `model` as layouts (None where whoever saved did not say
-    how the tensors are cut); None where another library wrote the checkpoint.
+    """The metadata of a checkpoint, with `model` as layouts (None if they were not known when it
+    was saved); None if another library wrote the checkpoint.
 
     Raises:
         ValueError: the file is broken, with its path.
     """
     path = Path(folder) / METADATA
-    if not path.is_file():
+    if not path.is_file() and not path.is_symlink():
         return None
+    metadata = read_json(path)
     try:
-        metadata = json.loads(path.read_text())
         for name, kinds in ENTRIES.items():
             if not isinstance(metadata[name], kinds):
                 raise ValueError(f"{name} is {metadata[name]!r}")
-        if metadata["model"] is not None:
-            metadata["model"] = from_json(metadata["model"])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        check_mesh(metadata["mesh"])
+        if (model := metadata["model"]) is not None:
+            tp = metadata["mesh"]["tp"]
+            metadata["model"] = {name: _from_json(entry, tp) for name, entry in model.items()}
+            if not all(name in model for group in metadata["tied"] for name in group):
+                raise ValueError(f"tied {metadata['tied']} are not names of tensors")
+        if (optimizer := metadata["optimizer"]) is not None:
+            names, zero1 = optimizer["parameters"], optimizer["zero1"]
+            if type(zero1) is not bool or not all(type(name) is str for name in names or ()):
+                raise ValueError(f"optimizer is {optimizer}")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        reason = f"it does not have {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is truncated or broken: {reason}") from error
     return metadata

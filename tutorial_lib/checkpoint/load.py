@@ -9,10 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..parallel_layers import ranks
 from ..parallel_layers.random import set_rng_state
-from . import background, layout, ranks, reader, tags
-from .optimizer_state import load_optimizer, read_optimizer
+from . import background, layout, tags
+from .optimizer_state import layouts_at, load_optimizer, read_optimizer
 from .save import parameter_names
+from .shards import Shards
+
+MISFITS = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
 
 
 def has_checkpoint(checkpoint_dir_str: str) -> bool:
@@ -35,11 +39,11 @@ def load_checkpoint(
     """Loads a checkpoint; every rank calls it. Weights first, then the optimizer, which may derive
     masters from them.
 
-    A checkpoint of another tensor-parallel or data-parallel size is cut anew on the way.
+    A checkpoint of another tensor-parallel or data-parallel size is resharded on the way.
 
     Args:
         path: the folder of checkpoints.
-        tag: which one; by default the latest complete one, by its step.
+        tag: which one; by default the complete one that was saved last.
         model, optimizer, scheduler: what to load into; a dict is filled.
         num_workers: how many ranks of a node read at a time.
         strict: the checkpoint and the model have to have the same tensors.
@@ -51,10 +55,10 @@ def load_checkpoint(
         The `user_content` that was saved, or None.
 
     Raises:
-        RuntimeError: no complete checkpoint in the folder.
-        FileNotFoundError: no such tag, or a file of it is missing.
+        RuntimeError: there is no complete checkpoint in the folder.
+        FileNotFoundError: there is no such tag, or a file of it is missing.
         ValueError: a file is truncated, altered, or holds code; the model is another one; sizes
-            that do not go together. With the file's name, on every rank.
+            that do not go together; several that may be the latest. On every rank.
     """
     background.finalize_checkpoint()
 
@@ -67,27 +71,25 @@ def load_checkpoint(
             raise ValueError(f"model {model!r} is neither a module nor a dict")
         for name, what in {"optimizer": optimizer, "scheduler": scheduler}.items():
             if not (what is None or isinstance(what, dict) or hasattr(what, "load_state_dict")):
-                raise ValueError(f"{name} {what!r} has no load_state_dict and is no dict")
+                raise ValueError(f"{name} {what!r} does not have load_state_dict and is not a dict")
 
     ranks.together(check)
-    chosen = ranks.from_rank_zero(lambda: _choose(Path(path), tag))
-    source = ranks.together(reader.Reader, chosen)
-    place, same = ranks.my_place(), ranks.together(_same_mesh, source)
+    source = ranks.together(Shards, ranks.from_rank_zero(lambda: _choose(Path(path), tag)))
+    same = ranks.together(_same_mesh, source)
+    live = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else None
+    targets, ties = layout.describe(live or {})
+    place = ranks.my_place()
     if model is not None:
-        if source.layouts is None and not isinstance(model, dict):
-            live = model.state_dict(keep_vars=True)
-            ranks.from_rank_zero(lambda: _check_shared_parts(source, live))
-        weights = ranks.in_turn(lambda: _weights(source, model, place, strict), num_workers)
-        ranks.together(
-            lambda: _load_model(model, weights, strict, source.model_file(place.tp, place.pp))
-        )
+        if source.layouts is None and live is not None:
+            ranks.from_rank_zero(lambda: _check_shared(source, targets))
+        weights = ranks.in_turn(lambda: _weights(source, live, targets, ties, strict), num_workers)
+        file = source.file("model", place.tp, pp=place.pp)
+        ranks.together(_load_model, model, weights, ties, strict, file)
         del weights
     if optimizer is not None:
-        targets, names = None, parameter_names(model, optimizer)
-        if isinstance(model, torch.nn.Module):
-            targets, _ = layout.describe(model.state_dict(keep_vars=True))
+        names = parameter_names(model, optimizer)
         state = ranks.in_turn(
-            lambda: read_optimizer(source, targets, optimizer, names), num_workers
+            lambda: read_optimizer(source, targets or None, optimizer, names), num_workers
         )
         ranks.together(_fill, optimizer, state, source.path / "optim", load_optimizer)
     if scheduler is not None:
@@ -108,12 +110,11 @@ def _load_scheduler(scheduler, state: dict) -> None:
 
 
 def _fill(target, state: dict, file: Path, load: Callable[[object, dict], None]) -> None:
-    """`load(target, state)`; what that objects to is said with the file."""
+    """`load(target, state)`; raises its objections with the file."""
     try:
         load(target, state)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        name = type(target).__name__
-        raise ValueError(f"{file} is of another {name}: {error}") from error
+    except MISFITS as error:
+        raise ValueError(f"{file} is of another {type(target).__name__}: {error}") from error
 
 
 def _choose(folder: Path, tag: str | None) -> tags.Complete:
@@ -127,11 +128,11 @@ def _choose(folder: Path, tag: str | None) -> tags.Complete:
     return chosen
 
 
-def _same_mesh(source: reader.Reader) -> bool:
+def _same_mesh(source: Shards) -> bool:
     """True if the mesh that saved has the sizes of this one.
 
     Raises:
-        ValueError: another pipeline-parallel size, for which nothing is cut anew; with both.
+        ValueError: another pipeline-parallel size, for which nothing is resharded; with both.
     """
     now = ranks.mesh()
     if source.pp != now["pp"]:
@@ -142,83 +143,100 @@ def _same_mesh(source: reader.Reader) -> bool:
     return source.mesh == now
 
 
-def _weights(source: reader.Reader, model, place: ranks.Place, strict: bool) -> dict:
-    """This rank's state dict: its file as it lies there, or cut anew."""
-    now = ranks.mesh()
-    if source.tp == now["tp"]:
-        return source.model_shard(place.tp, place.pp)
-    if isinstance(model, dict):
-        raise ValueError(
-            f"{source.path} was saved with tensor-parallel size {source.tp}, this run has "
-            f"{now['tp']}: "
-            "give the model, not a dict, to have it cut anew"
-        )
-    targets, ties = layout.describe(model.state_dict(keep_vars=True))
-    return source.resharded(targets, ties, place.tp, strict)
-
-
-def _check_shared_parts(source: reader.Reader, live: dict) -> None:
-    """Raises ValueError where another library wrote parts that several ranks share, and had other
-    ranks share them than the neighbours that do here.
+def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
+    """Raises ValueError if another library had other ranks share a shard than the neighbours that
+    share it here.
     """
-    targets, _ = layout.describe(live)
-    for name, saved in source.guess(targets).items():
-        if saved.partition is None or max(saved.partition.replicas) == 1:
+    source.layouts = layouts_at(source, targets)
+    for name, saved in source.layouts.items():
+        if saved.partition is not None and max(saved.partition.replicas) > 1:
+            for rank, _ in source.differing(name):
+                raise ValueError(
+                    f"{source.file('model', rank)}: {name} is not what the rank before has of it. "
+                    f"Key and value heads are on the {source.tp} ranks in another order than here"
+                )
+    source.layouts = None
+
+
+def _weights(
+    source: Shards, live: dict | None, targets: dict, ties: list[list[str]], strict: bool
+) -> dict:
+    """This rank's state dict: its file as it is, or resharded.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or cannot be resharded; with both degrees.
+    """
+    place, tp = ranks.my_place(), ranks.mesh()["tp"]
+    if source.tp == tp:
+        return source.shard("model", place.tp, pp=place.pp)
+    if live is None:
+        raise ValueError(
+            f"{source.path} was saved with tensor-parallel size {source.tp}, this run has {tp}: "
+            "give the model, not a dict, to have it resharded"
+        )
+    source.layouts = source.layouts or layouts_at(source, targets)
+    saved, tied = source.layouts, {name: group for group in ties for name in group}
+    result = {}
+    for name, target in targets.items():
+        origin = next((n for n in (name, *tied.get(name, ())) if n in saved), None)
+        if origin is None:
             continue
-        for rank, _ in source.differing_parts(name, saved):
+        if saved[origin].shape != target.shape:
             raise ValueError(
-                f"{source.model_file(rank)}: {name} is not what the rank before has of it. Key and "
-                f"value heads lie on the {source.tp} ranks in another order than here, and there "
-                "is nothing that says which"
+                f"{source.path} (tensor-parallel size {source.tp}): {name} has full shape "
+                f"{saved[origin].shape}, {target.shape} here"
             )
+        result[name] = source.to(origin, source.weight(origin), target, place.tp)
+    if excess := [name for name in saved if name not in targets]:
+        result |= dict.fromkeys(excess) if strict else {}
+    return result
 
 
-def _load_model(model, weights: dict, strict: bool, file: Path) -> None:
+def _load_model(model, weights: dict, ties: list[list[str]], strict: bool, file: Path) -> None:
     if isinstance(model, dict):
         model.update(weights)
         return
     live = model.state_dict(keep_vars=True)
-    _, ties = layout.describe(live)
-    _settle_ties(weights, ties, file)
+    weights = _settle_ties(weights, ties, file)
     missing, unexpected = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())
     if strict and (missing or unexpected):
         raise ValueError(
-            f"{file} is of another model: it lacks {_some(missing)}, and has {_some(unexpected)} "
-            "in excess"
+            f"{file} is of another model: missing keys: {_some(missing)}; unexpected keys: "
+            f"{_some(unexpected)}"
         )
-    wrong = [
-        f"{name} {tuple(weights[name].shape)}, here {tuple(live[name].shape)}"
-        for name in live.keys() & weights.keys()
-        if isinstance(live[name], torch.Tensor)
-        and isinstance(weights[name], torch.Tensor)
-        and weights[name].shape != live[name].shape
-    ]
-    if wrong:
-        raise ValueError(f"{file} is of another model: {_some(sorted(wrong))}")
-    if dist.get_rank() == 0 and (
-        cast := [
-            n
-            for n in live
-            if isinstance(live[n], torch.Tensor)
-            and isinstance(weights.get(n), torch.Tensor)
-            and weights[n].dtype != live[n].dtype
-        ]
-    ):
-        first = cast[0]
+    tensors = {
+        name: (weights[name], live[name])
+        for name in sorted(live.keys() & weights.keys())
+        if isinstance(live[name], torch.Tensor) and isinstance(weights[name], torch.Tensor)
+    }
+    if wrong := [
+        f"{name} {tuple(saved.shape)}, here {tuple(here.shape)}"
+        for name, (saved, here) in tensors.items()
+        if saved.shape != here.shape
+    ]:
+        raise ValueError(f"{file} is of another model: {_some(wrong)}")
+    cast = [name for name, (saved, here) in tensors.items() if saved.dtype != here.dtype]
+    if cast and dist.get_rank() == 0:
+        saved, here = tensors[cast[0]]
         warnings.warn(
-            f"{file}: {len(cast)} tensors change dtype, {first}: {weights[first].dtype} → "
-            f"{live[first].dtype}",
+            f"{file}: {len(cast)} tensors change dtype, {cast[0]}: {saved.dtype} → {here.dtype}",
             stacklevel=2,
         )
-    model.load_state_dict(weights, strict=strict)
+    try:
+        model.load_state_dict(weights, strict=strict)
+    except MISFITS as error:
+        raise ValueError(f"{file} is of another model: {error}") from error
 
 
-def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> None:
+def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> dict:
     """Gives each name of a tied tensor the tensor that the file has under any of them.
 
     Raises:
         ValueError: the file has two different ones.
     """
+    result = type(weights)(weights)
+    if hasattr(weights, "_metadata"):
+        result._metadata = weights._metadata
     for group in ties:
         present = [name for name in group if name in weights]
         for name in present[1:]:
@@ -227,23 +245,25 @@ def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> None:
                     f"{file}: {present[0]} and {name} are one tensor in the model and differ in "
                     "the file"
                 )
-        for name in group:
-            if present:
-                weights[name] = weights[present[0]]
+        result |= dict.fromkeys(group, weights[present[0]]) if present else {}
+    return result
 
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
-    return f"{shown or 'nothing'}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown or 'none'}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _restore(source: reader.Reader, same: bool) -> None:
+def _restore(source: Shards, same: bool) -> None:
     if source.has("random_state.pt") and same:
-        set_rng_state(source.object("random_state.pt")["ranks"][dist.get_rank()])
+        state = source.object("random_state.pt")
+        try:
+            set_rng_state(state["ranks"][dist.get_rank()])
+        except MISFITS as error:
+            file = source.path / "random_state.pt"
+            raise ValueError(f"{file} does not hold the random states: {error}") from error
     elif dist.get_rank() == 0:
-        why = (
-            f"was saved on mesh {source.mesh}, not {ranks.mesh()}"
-            if source.has("random_state.pt")
-            else "holds none"
-        )
+        why = "does not hold any"
+        if source.has("random_state.pt"):
+            why = f"was saved on mesh {source.mesh}, not {ranks.mesh()}"
         warnings.warn(f"random states stay as they are: {source.path} {why}", stacklevel=2)

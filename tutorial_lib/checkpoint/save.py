@@ -4,7 +4,7 @@
     <folder>/<tag>/model/<shard>        a state dict for each tensor- and pipeline-parallel rank
     <folder>/<tag>/optim/<shard>        likewise; ZeRO-1: for each data-parallel rank too
     <folder>/<tag>/scheduler.pt  user_content.pt  random_state.pt
-    <folder>/<tag>/metadata.json        mesh, full shapes and cuts: what tools go by
+    <folder>/<tag>/metadata.json        mesh, full shapes and layouts: what tools go by
     <folder>/<tag>/done                 complete; step, and the digest of every file
 
 A shard is `dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`, DD being 00 where data-parallel ranks hold the
@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
-from . import background, layout, ranks, tags, tensors
-from .files import Digest
+from ..storage import Digest, objects, xser
+from . import background, layout, tags
+from .shards import MASTERS
 
-Job = Callable[[Path], tensors.Digests]  # writes something into the folder aside
+Job = Callable[[Path], xser.Digests]  # writes something into the folder aside
 
 
 def save_checkpoint(
@@ -51,7 +53,7 @@ def save_checkpoint(
         tag: name of this one; a complete one of that name is replaced once this one is complete.
         model, optimizer: with a `state_dict`, or state dicts. Masters of a ZeRO-1 optimizer are
             saved with it. A dict of tensors without their parameters' marks does not say how they
-            are cut: the tools refuse it if there are several tensor-parallel ranks.
+            are sharded: with several tensor-parallel ranks, the tools then ask for the model.
         scheduler: with a `state_dict`, or one.
         user_content: tensors and plain data, such as step and data position. Rank 0's is saved.
         num_workers: how many ranks of a node write at a time.
@@ -61,12 +63,12 @@ def save_checkpoint(
             under way at most: the next call (or `finalize_checkpoint`) waits for it and raises its
             error.
         zero1_optimizer: the optimizer's state dict is a ZeRO-1 shard; found out by itself.
-        step: the training step, by which the latest checkpoint is found; by default
-            `user_content`'s `global_step` or `step`, else the number at the end of the tag.
+        step: the training step; by default `user_content`'s `global_step` or `step`, else the
+            number at the end of the tag.
 
     Raises:
-        ValueError: an argument out of range, or an object that is neither tensors nor plain data,
-            with its place.
+        ValueError: an argument out of range; weights that are not finite, which never replace
+            healthy ones; an object that is neither tensors nor plain data, with its place.
         OSError: full disk, read-only folder, …, with the path. On every rank, like all errors.
     """
     background.finalize_checkpoint()
@@ -82,16 +84,14 @@ def save_checkpoint(
         tags.check_kept(num_kept_ckpts)
         ranks.waves(num_workers)
         if step is not None and (type(step) is not int or step < 0):
-            raise ValueError(f"step {step!r} must be a whole number from 0 on")
+            raise ValueError(f"step {step!r} must be an integer from 0 on")
         for name, what in {"model": model, "optimizer": optimizer, "scheduler": scheduler}.items():
             if not (what is None or isinstance(what, dict) or hasattr(what, "state_dict")):
-                raise ValueError(f"{name} {what!r} has no state_dict and is no dict")
+                raise ValueError(f"{name} {what!r} does not have state_dict and is not a dict")
 
     ranks.together(check)
-    folder, tag = Path(checkpoint_dir_str), str(tag)
-    mesh = ranks.mesh()
+    folder, tag, mesh = Path(checkpoint_dir_str), str(tag), ranks.mesh()
     step = _step(tag, user_content) if step is None else step
-
     content = ranks.together(_Content, model, optimizer, scheduler, user_content, zero1_optimizer)
     jobs = content.jobs(use_xser, async_save)
     aside = folder / (tag + tags.INCOMPLETE)
@@ -128,25 +128,24 @@ def _step(tag: str, user_content) -> int | None:
     return tags.step_of(tag)
 
 
+def _state_of(what, **options) -> dict | None:
+    return what if what is None or isinstance(what, dict) else what.state_dict(**options)
+
+
 class _Content:
     """What is saved, as seen by one rank."""
 
     def __init__(self, model, optimizer, scheduler, user_content, zero1: bool):
         self._model, self._optimizer = model, optimizer
-        self._weights = (
-            model if isinstance(model, dict) or model is None else model.state_dict(keep_vars=True)
-        )
-        self._state = (
-            optimizer
-            if isinstance(optimizer, dict) or optimizer is None
-            else optimizer.state_dict()
-        )
+        self._weights = _state_of(model, keep_vars=True)
+        self._state = _state_of(optimizer)
         self._zero1 = zero1 or (self._state is not None and "base_state" in self._state)
-        self._small = {"random_state": {"ranks": []}}
-        if scheduler is not None:
-            state = scheduler if isinstance(scheduler, dict) else scheduler.state_dict()
-            self._small["scheduler"] = state
-        self._small |= {} if user_content is None else {"user_content": user_content}
+        self._small = {
+            "random_state": {"ranks": []},
+            "scheduler": _state_of(scheduler),
+            "user_content": user_content,
+        }
+        self._small = {name: value for name, value in self._small.items() if value is not None}
 
     def jobs(self, use_xser: bool, copy: bool) -> list[Job]:
         """What this rank has to write. With `copy` from copies on the host."""
@@ -159,51 +158,51 @@ class _Content:
         if dist.get_rank() == 0:
             self._small["random_state"]["ranks"] = states
             metadata = self._metadata(stages, ties)
-            shards.append(
-                lambda aside: {aside / layout.METADATA: layout.write_metadata(aside, metadata)}
-            )
+            shards.append(lambda aside: layout.write_metadata(aside, metadata))
         return shards + ranks.together(self._objects, copy)
 
     def _shards(self, use_xser: bool, copy: bool) -> list[Job]:
         place, jobs = ranks.my_place(), []
-        if device_type(self._weights) == "xla":
+        first = next((t for t in (self._weights or {}).values() if torch.is_tensor(t)), None)
+        if first is not None and first.device.type == "xla":
             import torch_xla
 
             torch_xla.sync()  # a graph that is still pending would run once for every tensor
-
-        def add(name: str, value: dict, share: bool, what: str) -> None:
-            tensors.check(value, what)
-            if not (place.dp == 0 or use_xser or not share):
-                return
-            value = tensors.to_host(value, copy=True) if copy else value
-            if use_xser:
-                among = (place.dp, place.replicas) if share else (0, 1)
-                jobs.append(lambda aside: tensors.save_xser(value, aside / name, *among))
-            else:
-                jobs.append(lambda aside: tensors.save_plain(value, aside / name))
-
-        if self._weights is not None:
-            add("model/" + place.file(dp=False), self._weights, True, "model")
-        if self._state is not None:
-            add("optim/" + place.file(dp=self._zero1), self._state, not self._zero1, "optimizer")
+        for name, value, shared in (
+            ("model", self._weights, True),
+            ("optim", self._state, not self._zero1),
+        ):
+            if value is None:
+                continue
+            objects.check(value, "optimizer" if name == "optim" else name)
+            objects.check_finite(value.get(MASTERS, {}) if name == "optim" else value, name)
+            if place.dp > 0 and shared and not use_xser:
+                continue
+            value = objects.to_host(value, copy=True) if copy else value
+            among = (place.dp, place.replicas) if shared else (0, 1)
+            file = f"{name}/{layout.shard_name(0 if shared else place.dp, place.tp, place.pp)}"
+            jobs.append(
+                lambda aside, value=value, file=file, among=among: xser.save(
+                    value, aside / file, use_xser, *among
+                )
+            )
         return jobs
 
     def _objects(self, copy: bool) -> list[Job]:
         """The small files, which rank 0 writes. They are checked on every rank."""
         for name, value in self._small.items():
-            tensors.check(value, name)
+            objects.check(value, name)
         if dist.get_rank() > 0:
             return []
-        found = {
-            f"{name}.pt": tensors.to_host(value, copy=copy) for name, value in self._small.items()
-        }
         return [
-            lambda aside, n=name, v=value: tensors.save_plain(v, aside / n)
-            for name, value in found.items()
+            lambda aside, name=name, value=objects.to_host(value, copy): xser.save(
+                value, aside / f"{name}.pt"
+            )
+            for name, value in self._small.items()
         ]
 
-    def _says_how_it_is_cut(self) -> bool:
-        """False for `model.state_dict()`: its tensors are not the parameters, and lack their
+    def _knows_layouts(self) -> bool:
+        """False for `model.state_dict()`: its tensors are not the parameters, and do not have their
         marks.
         """
         given = self._model if isinstance(self._model, dict) else {}
@@ -212,31 +211,23 @@ class _Content:
         return marked or not parts or ranks.mesh()["tp"] == 1
 
     def _metadata(self, layouts: dict, ties: list[list[str]]) -> dict:
-        whole = getattr(
-            self._model, "original_module", lambda: self._model
-        )()  # without the trainer's wrapper
-        config = getattr(whole, "config", None)
-        optimizer = {
-            "zero1": self._zero1,
-            "parameters": parameter_names(self._model, self._optimizer),
-        }
+        # without the trainer's wrapper
+        whole = getattr(self._model, "original_module", lambda: self._model)()
+        config, names = (
+            getattr(whole, "config", None),
+            parameter_names(self._model, self._optimizer),
+        )
+        if hasattr(config, "to_json_string"):
+            config = json.loads(config.to_json_string(use_diff=False))
+        optimizer = {"zero1": self._zero1, "parameters": names}
         return {
             "mesh": ranks.mesh(),
             "architecture": type(whole).__name__,
-            "config": json.loads(config.to_json_string(use_diff=False))
-            if hasattr(config, "to_json_string")
-            else None,
-            "model": layouts if self._says_how_it_is_cut() else None,
+            "config": config if isinstance(config, dict) else None,
+            "model": layouts if self._knows_layouts() else None,
             "tied": ties,
             "optimizer": None if self._state is None else optimizer,
         }
-
-
-def device_type(weights: dict | None) -> str:
-    """The kind of device that a model's tensors are on."""
-    return next(
-        (t.device.type for t in (weights or {}).values() if isinstance(t, torch.Tensor)), "cpu"
-    )
 
 
 def parameter_names(model, optimizer) -> list[str] | None:
@@ -246,9 +237,5 @@ def parameter_names(model, optimizer) -> list[str] | None:
     if not isinstance(model, torch.nn.Module) or not hasattr(optimizer, "param_groups"):
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [
-        names.get(id(parameter))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    found = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
     return None if None in found else found

@@ -3,80 +3,62 @@ checkpoint.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
+from ..models.full_weights import fused, published_tensors
 from ..parallel_layers.utils import ensure_positive
-from .architectures import architecture_of, completed, describe_model, layout_at, pieces
-from .layout import METADATA, Layout, to_json, write_metadata
-from .ranks import shard_name
-from .stream import close_all, form, sink
-from .tensors import Digests
-from .tools import check_output, progress, write_checkpoint
+from ..storage import check_file, objects, read_json
+from ..storage.xser import Digests
+from .architectures import describe_model, model_of, read_config
+from .layout import shard_name, to_json, write_metadata
+from .reshard import write_weights
+from .tools import check_output, write_checkpoint
+
+FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, or its index
 
 
-class HuggingFaceFolder:
-    """The tensors of a folder that `save_pretrained` wrote, by today's name, one at a time.
+def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that `from_pretrained` opens, by the names that they have there. They
+    are read from the files when they are used.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: weights that are a pickle; a broken file; an unknown architecture.
+        ValueError: a file is broken, or holds code.
     """
-
-    def __init__(self, folder: str | Path):
-        self.path = Path(folder)
-        config = self.path / "config.json"
-        self.config = _read_json(config)
-        try:
-            self.architecture = architecture_of(self.config)
-            self.config = completed(self.config)
-        except Exception as error:  # a validation of values has error classes of its own
-            raise ValueError(f"{config}: {str(error) or type(error).__name__}") from error
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+    folder, tensors = Path(folder), {}
+    for name in FILES:
+        index = folder / f"{name}.index.json"
         if index.is_file():
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"{index} has no weight_map, which says where each tensor is")
-            files = set(map(str, weight_map.values()))
-        elif single.is_file():
-            files = {single.name}
-        else:
-            other = ", ".join(p.name for p in self.path.glob("*.bin"))
-            raise FileNotFoundError(
-                f"{single} is missing"
-                + (f" ({other} is a pickle, which is not opened)" if other else "")
-            )
-        self._place: dict[str, tuple[Path, str]] = {}  # by name: the file, and the name there
-        for name in sorted(files):
-            try:
-                with safe_open(self.path / name, "pt") as file:
-                    for key in file.keys():
-                        self._place[self.architecture.current_name(key)] = self.path / name, key
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{self.path / name} is missing") from error
-            except (
-                Exception
-            ) as error:  # safetensors has an error class of its own, not a built-in one
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict):
                 raise ValueError(
-                    f"{self.path / name} is truncated or no safetensors file: {error}"
-                ) from error
+                    f"{index} does not have weight_map, which says where each tensor is"
+                )
+            files = sorted({folder / str(file) for file in files.values()})
+        elif (folder / name).is_file():
+            files = [folder / name]
+        else:
+            continue
+        for file in files:
+            tensors |= _read_file(file)
+        return tensors
+    raise FileNotFoundError(f"{folder / FILES[0]} is missing, and {FILES[1]} too")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._place
 
-    def names(self) -> set[str]:
-        """Of all tensors but those that Hugging Face's class takes no notice of."""
-        return {name for name in self._place if not self.architecture.ignores(name)}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        if name not in self._place:
-            raise ValueError(f"{self.path} holds no tensor {name}: it is of another model")
-        path, key = self._place[name]
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(key)
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    check_file(file, None)
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except Exception as error:  # safetensors has an error class of its own
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+    value = objects.read_object(file, mmap=True)
+    if not isinstance(value, dict) or not all(torch.is_tensor(x) for x in value.values()):
+        raise ValueError(f"{file} does not hold tensors by name")
+    return value
 
 
 def split(
@@ -91,7 +73,7 @@ def split(
     the tools open.
 
     Args:
-        source: the folder.
+        source: the folder, such as `from_pretrained` opens.
         output: the checkpoint to be, `<folder>/<tag>`.
         tp: tensor-parallel size.
         xser: tensor by tensor.
@@ -99,102 +81,35 @@ def split(
         options: arguments of the parallel model's class, such as `shard_vocabulary=True`.
 
     Raises:
-        ValueError: a degree that does not fit, an unknown architecture or option, missing or
-            surplus tensors.
+        ValueError: a degree that does not fit, an unknown architecture or option, missing tensors.
     """
     ensure_positive(tp=tp)
-    folder = HuggingFaceFolder(source)
+    config = read_config(source)
     output = check_output(output, source)
-    architecture = folder.architecture
-    own, ties = describe_model(folder.config, options)
-    tied = {name: group for group in ties for name in group}
-    origin = {}
-    for name in own:  # under which name the folder has it
-        group = tied.get(name, [name])
-        origin[name] = next(
-            (n for n in group if all(t in folder for t in architecture.names(n))), group[0]
-        )
-    used = {theirs for name in origin.values() for theirs in architecture.names(name)}
-    used |= {theirs for group in ties for name in group for theirs in architecture.names(name)}
-    if surplus := sorted(folder.names() - used):
-        raise ValueError(
-            f"{folder.path} is of another model: it has {', '.join(surplus[:3])} in excess"
-        )
-    layouts = {
-        name: layout_at(name, layout, tp, folder.config, pad) for name, layout in own.items()
-    }
+    model, settings = model_of(config.to_dict()), json.loads(config.to_json_string(use_diff=False))
+    layouts, ties = describe_model(config, options, tp, pad)
+    try:
+        tensors = published_tensors(model, config, read_folder(source))
+        for name, layout in layouts.items():
+            whole = fused(model, name, layout.partition, layout.shape, tensors)
+            layouts[name] = layout.of(whole.dtype)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    mesh = {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}
+
+    def shard(name: str, rank: int) -> torch.Tensor:
+        partition, shape = layouts[name].partition, layouts[name].shape
+        whole = fused(model, name, partition, shape, tensors)
+        return whole if partition is None else partition.shard(whole, rank)
 
     def write(aside: Path) -> Digests:
-        dtypes = {
-            name: folder.tensor(architecture.names(origin[name])[0]).dtype for name in layouts
-        }
-        final = {name: replace(layout, dtype=dtypes[name]) for name, layout in layouts.items()}
-        forms, sinks = [], []
+        metadata = {"mesh": mesh, "architecture": model.__name__, "config": settings}
+        metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
+        written = write_metadata(aside, metadata)
         for rank in range(tp):
-            mine = {
-                name: form(layout.local_shape(), layout.dtype)
-                for name, layout in final.items()
-                if name == _first(tied, name)
-            }
-            mine |= {name: mine[_first(tied, name)] for name in final}
-            forms.append(mine)
-            sinks.append(
-                sink(
-                    {name: mine[name] for name in final},
-                    aside / "model" / shard_name(0, rank),
-                    xser,
-                )
-            )
-        for name in progress([n for n in final if n == _first(tied, n)], "split"):
-            full = _full(folder, architecture.names(origin[name]), final[name])
-            for mine, each in zip(forms, sinks):
-                each.put(mine[name], final[name].cut(full, sinks.index(each)))
-        mesh = {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}
-        metadata = {
-            "mesh": mesh,
-            "architecture": architecture.model.partition(":")[2],
-            "config": folder.config,
-            "model": to_json(final),
-            "tied": ties,
-            "optimizer": None,
-        }
-        written = {aside / METADATA: write_metadata(aside, metadata)}
-        return written | close_all(sinks)
+            weights = {name: lambda name=name, rank=rank: shard(name, rank) for name in layouts}
+            file = aside / "model" / shard_name(0, rank)
+            written |= write_weights(weights, layouts, ties, file, xser)
+        return written
 
-    write_checkpoint(output, None, {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}, write)
-
-
-def _first(tied: dict[str, list[str]], name: str) -> str:
-    return tied.get(name, [name])[0]
-
-
-def _full(folder: HuggingFaceFolder, names: tuple[str, ...], layout: Layout) -> torch.Tensor:
-    if len(names) == 1:
-        return _checked(folder, names[0], layout.shape, layout.dtype)
-    full = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-    for name, start, length in pieces(layout, names):
-        part = full.narrow(layout.partition.dim, start, length)
-        part.copy_(_checked(folder, name, tuple(part.shape), layout.dtype))
-    return full
-
-
-def _checked(folder: HuggingFaceFolder, name: str, shape: tuple, dtype: torch.dtype):
-    tensor = folder.tensor(name)
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{folder.path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, {dtype} of "
-            f"shape {shape} was expected"
-        )
-    return tensor
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is truncated or no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
+    write_checkpoint(output, None, mesh, write)

@@ -1,5 +1,5 @@
-"""A folder of checkpoints: which of them are complete, which is the latest, how one is published
-and how one goes.
+"""A folder of checkpoints: which are complete, which was saved last, how one is published, and how
+one is removed.
 
 `<folder>/<tag>` is complete once its `done` marker is there. A save is written to
 `<tag>.incomplete` and renamed; a complete checkpoint of the same tag waits as `<tag>.replaced`
@@ -10,11 +10,12 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from .files import Digest, check_file, sync_directory, write_text
+from ..storage import Digest, check_file, read_text, sync_directory, write_text
+from .layout import check_mesh
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
 INCOMPLETE, REPLACED, REMOVED = ".incomplete", ".replaced", ".removed"
@@ -26,16 +27,16 @@ class Complete:
 
     Attributes:
         tag: its name.
-        path: where it lies.
+        path: its folder.
         step: the training step: from its marker, else the number at the end of its tag.
         sequence: counts the saves into one folder; 0 if another library wrote it.
+        files: the digest of each of its files by relative name; empty if another library wrote it.
+        mesh: the sizes of the mesh that wrote it; empty if another library did.
         key: the hash of its marker, which a copy of the folder has too; the tag if another library
             wrote it.
         earlier: the keys of the checkpoints that were there when this one was saved; None if an
             earlier version or another library wrote it.
         copy: whether the marker is that of another tag: somebody copied or renamed the folder.
-        files: the digest of each of its files by relative name; empty if another library wrote it.
-        mesh: the sizes of the mesh that wrote it; empty if another library did.
     """
 
     tag: str
@@ -63,7 +64,8 @@ class Complete:
             return other.key in self.earlier
         if self.sequence and other.sequence:
             return self.sequence > other.sequence
-        comparable = other.earlier is None and _stem(self.tag) == _stem(other.tag)
+        stems = {item.tag.rstrip("0123456789") for item in (self, other)}
+        comparable = other.earlier is None and len(stems) == 1
         return comparable and None not in (self.step, other.step) and self.step > other.step
 
     def check(self, file: str | Path) -> None:
@@ -82,8 +84,7 @@ def check_tag(tag: object) -> str:
     name = str(tag)
     if (
         not isinstance(tag, (str, int))
-        or not name
-        or name in (".", "..")
+        or name in ("", ".", "..")
         or "/" in name
         or not name.isprintable()
         or name.endswith((INCOMPLETE, REPLACED, REMOVED))
@@ -99,41 +100,37 @@ def check_kept(number: object) -> None:
     """Raises ValueError unless `number` says how many checkpoints stay."""
     if number not in (None, -1) and (type(number) is not int or number < 1):
         raise ValueError(
-            f"num_kept_ckpts must be a whole number from 1 on, or -1 or None to keep all, not "
-            f"{number!r}"
+            f"num_kept_ckpts must be a positive integer, or -1 or None to keep all, not {number!r}"
         )
-
-
-def _stem(tag: str) -> str:
-    """A tag without the number at its end."""
-    return tag.rstrip("0123456789")
 
 
 def step_of(tag: str) -> int | None:
     """The number at the end of a tag, as in `step_1000`."""
-    match = re.search(r"(\d+)$", tag)
+    match = re.search(r"(\d{1,18})$", tag)
     return int(match[1]) if match else None
 
 
 def _read(path: Path, tag: str) -> Complete | None:
+    """The checkpoint at `path`; None if it does not have a marker, or one that makes no sense."""
     try:
-        text = (path / DONE).read_text()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
-        return None
-    if text.strip() in ("", "1"):  # written by the vendor's library
-        return Complete(tag, path, step_of(tag), 0, {}, {}, tag)
-    try:
+        text = read_text(path / DONE)
+        if text.strip() in ("", "1"):  # written by the vendor's library
+            return Complete(tag, path, step_of(tag), 0, {}, {}, tag)
         marker = json.loads(text)
         files = {name: Digest(**digest) for name, digest in marker["files"].items()}
+        for name, digest in files.items():
+            inside = PurePosixPath(name)
+            if inside.is_absolute() or ".." in inside.parts or type(digest.size) is not int:
+                raise ValueError(f"{name} is not a file of the checkpoint")
         step, sequence, mesh = marker["step"], marker["sequence"], marker["mesh"]
-        numbers = [sequence, *mesh.values(), *([] if step is None else [step])]
+        if not all(type(number) in (int, type(None)) for number in (step, sequence or 0)):
+            raise ValueError("step and sequence are numbers")
+        check_mesh(mesh)
         earlier = frozenset(marker["earlier"]) if "earlier" in marker else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        key, copy = xxhash.xxh3_128_hexdigest(text.encode()), marker.get("tag") != tag
+        return Complete(tag, path, step, int(sequence), files, mesh, key, earlier, copy)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not all(type(number) is int for number in numbers) or not {"tp", "pp"} <= mesh.keys():
-        return None
-    key, copy = xxhash.xxh3_128_hexdigest(text.encode()), marker.get("tag") != tag
-    return Complete(tag, path, step, sequence, files, mesh, key, earlier, copy)
 
 
 def complete(folder: str | Path) -> list[Complete]:
@@ -141,11 +138,12 @@ def complete(folder: str | Path) -> list[Complete]:
     never by the time of a file. A copy of one of them, or a link to it, is not counted again.
     """
     folder = Path(folder)
-    paths = [p for p in folder.iterdir() if not _is_alias(p)] if folder.is_dir() else []
-    names = [p.name for p in paths if not p.name.endswith((INCOMPLETE, REMOVED))]
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    names = [path.name for path in paths if not path.name.endswith((INCOMPLETE, REMOVED))]
     found = (_of_tag(folder, tag) for tag in {name.removesuffix(REPLACED) for name in names})
     found = sorted((item for item in found if item is not None), key=lambda item: item.age)
-    originals = {item.key: item for item in sorted(found, key=lambda item: not item.copy)}
+    copies_first = sorted(found, key=lambda item: (not item.copy, not item.path.is_symlink()))
+    originals = {item.key: item for item in copies_first}
     return [item for item in found if originals[item.key] is item]
 
 
@@ -162,11 +160,16 @@ def _of_tag(folder: Path, tag: str) -> Complete | None:
 def incomplete(folder: str | Path) -> list[Path]:
     """What interrupted saves and removals have left."""
     folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    kept = {item.path for item in complete(folder)}
-    rest = (p for p in folder.iterdir() if p not in kept and not p.is_symlink())
-    return sorted(p for p in rest if p.is_dir() and _is_ours(p))
+    rest = (p for p in folder.iterdir() if not p.is_symlink()) if folder.is_dir() else ()
+    return sorted(p for p in rest if p.is_dir() and _is_ours(p) and not _is_complete(p))
+
+
+def _is_complete(path: Path) -> bool:
+    """True for the complete checkpoint of a tag, which may still have the name `.replaced`."""
+    if path.name.endswith((INCOMPLETE, REMOVED)):
+        return False
+    item = _of_tag(path.parent, path.name.removesuffix(REPLACED))
+    return item is not None and item.path == path
 
 
 def _is_ours(path: Path) -> bool:
@@ -174,14 +177,9 @@ def _is_ours(path: Path) -> bool:
     if path.name.endswith((INCOMPLETE, REPLACED, REMOVED)):
         return True
     try:
-        return (path / STARTED).read_text().strip() == "1"
-    except (OSError, UnicodeDecodeError):
+        return read_text(path / STARTED).strip() == "1"
+    except (OSError, ValueError):
         return False
-
-
-def _is_alias(path: Path) -> bool:
-    """True for a link to a folder beside it."""
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
 
 
 def latest(folder: str | Path) -> Complete:
@@ -195,7 +193,7 @@ def latest(folder: str | Path) -> Complete:
     """
     found = complete(folder)
     if not found:
-        rest = ", ".join(p.name for p in incomplete(folder))
+        rest = ", ".join(path.name for path in incomplete(folder))
         raise RuntimeError(
             f"no complete checkpoint under {folder}" + (f"; incomplete: {rest}" if rest else "")
         )
@@ -210,39 +208,52 @@ def latest(folder: str | Path) -> Complete:
 
 
 def find(folder: str | Path, tag: object) -> Complete:
-    """The complete checkpoint of that tag, which may be a link to one.
+    """The complete checkpoint of that tag.
 
     Raises:
         FileNotFoundError: there is none; says whether it is incomplete, and which tags are
             complete.
     """
-    found = {item.tag: item for item in complete(folder)}
-    path = Path(folder) / str(tag)
-    name = path.resolve().name if _is_alias(path) else str(tag)
-    if name in found:
-        return found[name]
-    halves = [p.name for p in incomplete(folder)]
-    state = (
-        "is incomplete"
-        if {str(tag) + end for end in ("", INCOMPLETE, REPLACED, REMOVED)}.intersection(halves)
-        else "does not exist"
-    )
+    name = str(tag)
+    if "/" not in name and (item := _of_tag(Path(folder), name)) is not None:
+        return item
+    left = {name + end for end in ("", INCOMPLETE, REPLACED, REMOVED)}
+    halves = left.intersection(path.name for path in incomplete(folder))
+    found = ", ".join(item.tag for item in complete(folder))
     raise FileNotFoundError(
-        f"checkpoint {Path(folder) / str(tag)} {state}; complete: {', '.join(found) or 'none'}"
+        f"checkpoint {Path(folder) / name} {'is incomplete' if halves else 'does not exist'}; "
+        f"complete: {found or 'none'}"
     )
+
+
+def locate(path: str | Path) -> Complete:
+    """The complete checkpoint at `path`, or the latest one in the folder `path`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: as `latest`.
+    """
+    path = Path(path)
+    if any((path / name).exists() for name in (STARTED, DONE, "model", "optim")):
+        real = path.resolve()  # `.` and links do not have a name that is a tag
+        return find(real.parent, real.name)
+    try:
+        return latest(path)
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
 
 
 def _check_replaceable(path: Path) -> None:
     there, whole = path.exists() or path.is_symlink(), _read(path, path.name) is not None
     if there and not whole and (path.is_symlink() or not _is_ours(path)):
-        raise ValueError(f"{path} exists and is no checkpoint: choose another tag")
+        raise ValueError(f"{path} exists and is not a checkpoint: choose another tag")
 
 
 def begin(folder: str | Path, tag: str) -> Path:
     """Makes the empty folder that a save is written to.
 
     Raises:
-        ValueError: something else than a checkpoint has the tag's name.
+        ValueError: something other than a checkpoint has the tag's name.
     """
     _check_replaceable(Path(folder) / tag)
     aside = Path(folder) / (tag + INCOMPLETE)
@@ -256,7 +267,7 @@ def begin(folder: str | Path, tag: str) -> Path:
 
 def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> Path:
     """Turns a folder that is written and flushed into the complete checkpoint of its tag, and
-    returns where that lies.
+    returns its path.
     """
     folder, tag = aside.parent, aside.name.removesuffix(INCOMPLETE)
     final, replaced = folder / tag, folder / (tag + REPLACED)
@@ -294,7 +305,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, its `done` marker first, so that an interrupted removal leaves none
-    that looks complete. Of a link to one, the link.
+    that looks complete. If the path is a symlink, removes only the link.
     """
     if path.is_symlink():
         path.unlink()

@@ -1,106 +1,27 @@
-"""What the tools share: opening a checkpoint by its path, writing a new one whole or not at all,
-and progress.
-"""
+"""What the tools share: opening a checkpoint by its path, writing a new one whole or not at all."""
 
 import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from tqdm import tqdm
 
+from ..storage.xser import Digests
 from . import tags
-from .files import write_object
-from .reader import Reader
-from .tensors import Digests
-
-T = TypeVar("T")
-
-
-def find(path: str | Path) -> tags.Complete:
-    """The complete checkpoint at `path`, or the latest one in the folder `path`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    path = Path(path)
-    if (path / tags.DONE).is_file() or (path / "model").is_dir() or (path / "optim").is_dir():
-        real = path.resolve()  # `.` and links have no name that is a tag
-        return tags.find(real.parent, real.name)
-    try:
-        return tags.latest(path)
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from error
-
-
-class CheckedReader(Reader):
-    """A reader whose files are checked against their digests on the side, not before their use."""
-
-    def __init__(self, checkpoint: tags.Complete):
-        super().__init__(checkpoint, check=False)
-        thread = ThreadPoolExecutor(1)
-        self._soundness = thread.submit(self.verify_all)
-        thread.shutdown(wait=False)
-
-    def sound(self, function: Callable[..., T], *args) -> T:
-        """What `function(*args)` makes of the checkpoint, if all of its files are sound.
-
-        Raises:
-            FileNotFoundError, ValueError: a file is missing, truncated or altered; that comes
-                before any error that it may have led to.
-        """
-        try:
-            result = function(*args)
-        except Exception as error:
-            if (reason := self._soundness.exception()) is not None:
-                raise reason from error
-            raise
-        self._soundness.result()
-        return result
-
-
-def open_checkpoint(path: str | Path) -> CheckedReader:
-    """The checkpoint at `path`, or the latest one in the folder `path`."""
-    return CheckedReader(find(path))
-
-
-def described(reader: Reader) -> Reader:
-    """The reader, if its checkpoint says how its tensors are cut.
-
-    Raises:
-        ValueError: it does not, as another library wrote it or a dict was saved; it has no model.
-    """
-    if reader.layouts is None:
-        why = "has no metadata.json" if reader.metadata is None else "was saved from a dict"
-        raise ValueError(
-            f"{reader.path} {why}, so that nobody knows how its tensors are cut: load it into its "
-            "model and save it from there"
-        )
-    if not reader.layouts:
-        raise ValueError(f"{reader.path} holds no model")
-    if reader.pp > 1:
-        raise ValueError(
-            f"{reader.path} has pipeline-parallel size {reader.pp}; only size 1 is merged or cut "
-            "anew"
-        )
-    return reader
+from .verify import problems_of
 
 
 def check_output(output: str | Path, *inputs: str | Path) -> Path:
     """The output as a path.
 
     Raises:
-        ValueError: it is, or lies in, one of the inputs.
-        FileExistsError: it exists. Nothing is ever written over.
+        ValueError: it is, or is inside, one of the inputs.
+        FileExistsError: it exists. Nothing is ever overwritten.
     """
     output = Path(output)
     for source in inputs:
-        if (
-            output.resolve() == Path(source).resolve()
-            or Path(source).resolve() in output.resolve().parents
-        ):
-            raise ValueError(f"{output} is the input or lies in it: choose another place")
+        if Path(source).resolve() in (output.resolve(), *output.resolve().parents):
+            raise ValueError(f"{output} is the input or inside it: choose another place")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists already: choose another place")
     return output
@@ -109,7 +30,11 @@ def check_output(output: str | Path, *inputs: str | Path) -> Path:
 def write_checkpoint(
     output: Path, step: int | None, mesh: dict[str, int], write: Callable[[Path], Digests]
 ) -> None:
-    """Lets `write(aside)` fill a folder and publishes it as the checkpoint `output`."""
+    """Lets `write(aside)` fill a folder and publishes it as the checkpoint `output`.
+
+    Raises:
+        ValueError: `verify` would not find it sound; with the first problem.
+    """
     if output.is_dir():
         output.rmdir()  # `check_output` has seen that it is empty
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -117,17 +42,15 @@ def write_checkpoint(
     try:
         aside = tags.begin(output.parent, tag)
         files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
+        written = tags.Complete(tag, aside, step, 1, files, mesh)
+        for problem in problems_of(written, unchanged=True):
+            raise ValueError(f"{output} is not published: {problem}")
         tags.publish(aside, step, files, mesh)
     except BaseException:
         begun = {output, output.with_name(tag + tags.INCOMPLETE)}
         for path in begun.intersection(tags.incomplete(output.parent)):
             shutil.rmtree(path)
         raise
-
-
-def copy_objects(source: Reader, aside: Path, names: Iterable[str]) -> Digests:
-    """Copies the small files that are there."""
-    return {aside / n: write_object(source.object(n), aside / n) for n in names if source.has(n)}
 
 
 def progress(items, what: str):

@@ -1,5 +1,5 @@
 """`verify`: is a checkpoint complete, readable, unaltered, and do its shards agree with one
-another?
+another? What it finds sound can be loaded.
 """
 
 from collections.abc import Iterator
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from ..parallel_layers.random import get_rng_state, set_rng_state
+from ..storage import check_file
 from . import tags
-from .files import check_file
 from .layout import Layout
-from .reader import Reader
-from .tools import find, progress
+from .shards import MASTERS, Shards
+
+SMALL = ("scheduler.pt", "user_content.pt", "random_state.pt")
 
 
 def verify(path: str | Path) -> list[str]:
@@ -20,76 +22,106 @@ def verify(path: str | Path) -> list[str]:
     Raises:
         FileNotFoundError: there is no complete checkpoint at `path`.
     """
-    checkpoint = find(path)
-    problems = list(_files(checkpoint))
-    if problems:
-        return problems  # what is inside broken files is no news
+    return list(problems_of(tags.locate(path)))
+
+
+def problems_of(checkpoint: tags.Complete, unchanged: bool = False) -> Iterator[str]:
+    """The same of a checkpoint that need not be published yet.
+
+    Args:
+        unchanged: its files were written just now, so their hashes and data are not read again.
+    """
+    found = [] if unchanged else list(_files(checkpoint))
+    yield from found
+    if found:  # what is inside broken files is no news
+        return
     try:
-        reader = Reader(checkpoint, check=False)
-        problems += _shards(reader)
-        if reader.layouts is None:
-            return problems
-        for name, layout in progress(reader.layouts.items(), "verify"):
-            problems += _tensor(reader, name, layout)
-        problems += _ties(reader)
+        shards = Shards(checkpoint, check=False)
+        yield from (f"{file} is missing" for file in shards.missing())
+        for name in SMALL:
+            if shards.has(name):
+                _check_small(shards, name)
+        for place in shards.found():
+            _check_shard(shards, *place)
+        if shards.layouts is None or shards.pp > 1:
+            return
+        for name, layout in shards.layouts.items():
+            yield from _tensor(shards, name, layout, unchanged)
+        for group in () if unchanged else shards.metadata["tied"]:
+            for rank in range(shards.tp):
+                first, *others = (shards.weight_of(name, rank) for name in group)
+                if not all(torch.equal(first, other) for other in others):
+                    file = shards.file("model", rank)
+                    yield f"{file}: {', '.join(group)} are tied and differ"
+        if shards.has_optimizer and shards.parameters:
+            for name in shards.parameters:
+                for field in shards.fields(name):
+                    shards.state_shards(name, field)
     except (OSError, ValueError) as error:
-        problems.append(str(error))
-    return problems
+        yield str(error)
 
 
 def _files(checkpoint: tags.Complete) -> Iterator[str]:
-    for name, digest in progress(checkpoint.files.items(), "hashes"):
+    for name, digest in checkpoint.files.items():
         try:
             check_file(checkpoint.path / name, digest)
         except (OSError, ValueError) as error:
             yield str(error)
     known = set(checkpoint.files) | {tags.STARTED, tags.DONE}
     for file in sorted(checkpoint.path.rglob("*")) if checkpoint.files else ():
-        if file.is_file() and str(file.relative_to(checkpoint.path)) not in known:
+        if not file.is_dir() and str(file.relative_to(checkpoint.path)) not in known:
             yield f"{file} does not belong to the checkpoint"
 
 
-def _shards(reader: Reader) -> Iterator[str]:
-    yield from (f"{file} is missing" for file in reader.missing())
-    for file in reader.files():
+def _check_small(shards: Shards, name: str) -> None:
+    value, file = shards.object(name), shards.path / name
+    if name == "scheduler.pt" and not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
+    if name == "random_state.pt":
+        before = get_rng_state()
         try:
-            reader.lazy(file)
-        except (OSError, ValueError) as error:
-            yield str(error)
+            if len(states := list(value["ranks"])) != shards.mesh.get("world", len(states)):
+                raise ValueError(f"{len(states)} states")
+            for state in states:
+                set_rng_state(state)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{file} does not hold the random states: {error}") from error
+        finally:
+            set_rng_state(before)
 
 
-def _tensor(reader: Reader, name: str, layout: Layout) -> Iterator[str]:
+def _check_shard(shards: Shards, part: str, tp: int, dp: int, pp: int) -> None:
+    value, file = shards.shard(part, tp, dp, pp), shards.file(part, tp, dp, pp)
+    if part == "model":
+        known = value if shards.layouts is None or shards.pp > 1 else shards.layouts
+        for name in value:
+            if torch.is_tensor(value[name]) and name not in known:
+                raise ValueError(f"{file} holds {name}, which the metadata do not know")
+        return
+    for key in ("base_state" if shards.zero1 else "state", MASTERS, "shape_info", "sharding"):
+        if not isinstance(value.get(key, {}), dict):
+            raise ValueError(f"{file}: {key} is not that of an optimizer")
+    if not isinstance(groups := value.get("param_groups"), list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError(f"{file} does not hold the groups of an optimizer")
+
+
+def _tensor(shards: Shards, name: str, layout: Layout, unchanged: bool) -> Iterator[str]:
     """Shapes, dtypes, and what several ranks hold alike: replicated tensors, and shared parts of
     sharded ones.
     """
-    whole, right = None, True
-    for rank in range(reader.tp):
-        file = reader.lazy(reader.model_file(rank))
-        if name not in file.index:
-            yield f"{file.path} holds no tensor {name}"
-            right = False
-            continue
-        entry = file.index[name]
-        if tuple(entry.shape) != layout.local_shape() or entry.dtype != layout.dtype:
-            wanted = f"{layout.local_shape()} {layout.dtype}"
-            yield f"{file.path}: {name} is {tuple(entry.shape)} {entry.dtype}, not {wanted}"
-            right = False
-            continue
+    before = None
+    for rank in range(shards.tp):
+        try:
+            shards.weight_of(name, rank)
+        except ValueError as error:
+            before = error
+            yield str(error)
+    if before or unchanged or (layout.partition and max(layout.partition.replicas) == 1):
+        return
+    for rank, start in shards.differing(name):
         if layout.partition is None:
-            shard = file[name]
-            if whole is None:
-                whole = shard
-            elif not torch.equal(whole, shard):
-                yield f"{name} is replicated and differs between ranks 0 and {rank}"
-    if right and layout.partition is not None and max(layout.partition.replicas) > 1:
-        for rank, start in reader.differing_parts(name, layout):
+            yield f"{name} is replicated and differs between ranks 0 and {rank}"
+        else:
             yield f"{name}: rows from {start} are shared and differ on rank {rank}"
-
-
-def _ties(reader: Reader) -> Iterator[str]:
-    for group in reader.metadata["tied"]:
-        for rank in range(reader.tp):
-            file = reader.lazy(reader.model_file(rank))
-            first, *others = (file[name] for name in group)
-            if not all(torch.equal(first, other) for other in others):
-                yield f"{file.path}: {', '.join(group)} are tied and differ"

@@ -3,58 +3,52 @@ for each rank, without a model beside them: those of the vendor's library, so th
 other's.
 
 The optimizer's state of any mesh is read, by the same way as from a checkpoint, for a parameter
-knows itself how it is cut. `save_checkpoint` is built for more.
+knows itself how it is sharded. `save_checkpoint` is built for more.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ..backends import mark_step
-from ..optimizer.shards import join_shards, shard_length
-from ..parallel_layers import comm
-from . import ranks, tensors
+from ..parallel_layers import comm, ranks
+from ..parallel_layers.flat_shards import join_shards, shard_length
+from ..storage import xser
 from .layout import layout_of
-from .optimizer_state import MASTER, load_optimizer, read_optimizer
-from .reader import Reader
+from .optimizer_state import load_optimizer, read_optimizer
+from .shards import MASTERS, Shards
 from .tags import Complete
 
-SHARD = re.compile(r"optim\.dp_rank_(\d+)\.tp_rank_(\d+)")
+SHARD = re.compile(r"optim\.dp_rank_(\d{1,6})\.tp_rank_(\d{1,6})")
 
 
-class _Folder(Reader):
+class _Folder(Shards):
     """A folder of these files as a checkpoint of which there is the optimizer only."""
 
     def __init__(self, folder: Path):
         super().__init__(Complete(folder.name, folder, None, 0, {}, {}))
-        if missing := self.missing():
-            raise FileNotFoundError(f"{missing[0]} is missing")
+        for file in self.missing():
+            raise FileNotFoundError(f"{file} is missing")
 
-    def _shards(self, part: str) -> Iterator[tuple[int, int, int]]:
-        if part == "optim" and self.path.is_dir():
-            for file in self.path.iterdir():
-                if match := SHARD.fullmatch(file.name):
-                    yield int(match[1]), int(match[2]), 0
+    def _found(self, part: str) -> list[tuple[int, int, int]]:
+        names = self.path.glob("optim.dp_rank_*") if part == "optim" else ()
+        matches = [SHARD.fullmatch(file.name) for file in names]
+        return sorted((int(match[1]), int(match[2]), 0) for match in matches if match)
 
-    def optimizer_file(self, dp: int, tp: int, pp: int = 0) -> Path:
-        return _file(self.path, dp, tp)
-
-
-def _file(folder: Path, dp: int, tp: int) -> Path:
-    return folder / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"
+    def file(self, part: str, tp: int, dp: int = 0, pp: int = 0) -> Path:
+        return self.path / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"
 
 
 def _by_rows(optimizer) -> dict:
-    """The optimizer's state with each shard cut along dim 0, rows of zeros at the end, as the
-    vendor's library (torch-xla's `ZeroRedundancyOptimizer`) has it.
+    """The optimizer's state with each parameter sharded along dim 0, rows of zeros at the end, as
+    the vendor's library (torch-xla's `ZeroRedundancyOptimizer`) has it.
     """
     state, here = optimizer.state_dict(), optimizer.sharding
     rank, size = here["rank"], here["size"]
     shapes = {number: torch.Size(info["shape"]) for number, info in state["shape_info"].items()}
 
-    def cut(number: int, shard):
+    def rows_of(number: int, shard):
         if not isinstance(shard, torch.Tensor) or not shard.dim():  # a step count and the like
             return shard
         shards = comm.all_gather(shard, 0, optimizer.sharding_groups).chunk(size)
@@ -65,11 +59,11 @@ def _by_rows(optimizer) -> dict:
 
     result = {"state": state["state"], "param_groups": state["param_groups"], "shape_info": shapes}
     result["base_state"] = {
-        number: {field: cut(number, shard) for field, shard in fields.items()}
+        number: {field: rows_of(number, shard) for field, shard in fields.items()}
         for number, fields in state["base_state"].items()
     }
-    if MASTER in state:
-        result[MASTER] = {number: cut(number, shard) for number, shard in state[MASTER].items()}
+    if MASTERS in state:
+        result[MASTERS] = {number: rows_of(number, x) for number, x in state[MASTERS].items()}
     return result
 
 
@@ -80,6 +74,7 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
     place, folder, mesh = ranks.my_place(), Path(folder), ranks.mesh()
     state = {**_by_rows(optimizer), "dp_rank": place.dp, "tp_rank": place.tp}
     mark_step()  # on xla no rank could gather by itself when its turn to write comes
+    path = folder / f"optim.dp_rank_{place.dp:02d}.tp_rank_{place.tp:02d}"
 
     def prepare() -> None:
         """Makes the folder, without what a larger mesh may have left there."""
@@ -90,7 +85,7 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
                 file.unlink()
 
     ranks.from_rank_zero(prepare)
-    ranks.in_turn(lambda: tensors.save_plain(state, _file(folder, place.dp, place.tp)), num_workers)
+    ranks.in_turn(lambda: xser.save(state, path), num_workers)
 
 
 def load(optimizer, folder: str | Path, num_workers: int) -> None:

@@ -2,6 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from typing import ClassVar
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.random import checkpoint
@@ -12,7 +16,38 @@ KERNELS = ("eager", "sdpa")  # the attention of Hugging Face that takes the mask
 class ShardedModel:
     """To stand before the Hugging Face class among the bases of a model."""
 
+    # The part of a name for fused matrices, and Hugging Face's parts for each, in their order.
+    fused: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # By the end of a module's name: the configuration's fields for the number of attention heads in
+    # each of its matrices, of which none is divided.
+    heads: ClassVar[dict[str, tuple[str, ...]]] = {}
     whole_at_size_1 = False  # whether it then is Hugging Face's model: a cache, and the same names
+
+    @classmethod
+    def hugging_face_names(cls, name: str) -> tuple[str, ...]:
+        """Hugging Face's names of the tensor or tensors that are `name` here."""
+        parts = name.split(".")
+        theirs = next((cls.fused[part] for part in parts if part in cls.fused), None)
+        if theirs is None:
+            return (name,)
+        *before, _, last = parts
+        return tuple(".".join([*before, part, last.removesuffix("_qkv")]) for part in theirs)
+
+    @classmethod
+    def published_names(cls, name: str) -> tuple[str, ...]:
+        """The same in the files that Hugging Face writes."""
+        rules = get_checkpoint_conversion_mapping(cls.__name__) or []
+        names = cls.hugging_face_names(name)
+        for rule in reversed([rule for rule in rules if isinstance(rule, WeightRenaming)]):
+            names = tuple(rule.reverse_transform().rename_source_key(each)[0] for each in names)
+        return names
+
+    @classmethod
+    def heads_of(cls, name: str, config: dict) -> tuple[int, ...]:
+        """The number of attention heads in each matrix of a tensor; empty if it has none."""
+        module = name.rpartition(".")[0]
+        fields = next((f for end, f in cls.heads.items() if module.endswith(end)), ())
+        return tuple(config.get(field) or config["num_attention_heads"] for field in fields)
 
     @classmethod
     def options(cls) -> list[str]:

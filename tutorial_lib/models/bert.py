@@ -150,6 +150,16 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
             decoder, or an attention kernel other than `base.KERNELS`.
     """
 
+    heads = dict.fromkeys(
+        (
+            "attention.self.query",
+            "attention.self.key",
+            "attention.self.value",
+            "attention.output.dense",
+        ),
+        ("num_attention_heads",),
+    )
+
     whole_at_size_1 = True
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):

@@ -1,13 +1,20 @@
-"""Between the parts of a sharded model and the full tensors of Hugging Face's, bit for bit, in both
+"""Between the shards of a model and the full tensors of Hugging Face's, bit for bit, in both
 directions; over the ranks that train. (`checkpoint` does the same from file to file.)
 """
 
+import copy
+import warnings
+from functools import reduce
+
 import torch
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.utils import logging
 
-from tutorial_lib.checkpoint.architectures import architecture_of
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.sharding import partition_of
+from tutorial_lib.parallel_layers.sharding import Partition, partition_of
+
+from .base import ShardedModel
 
 
 def full_tensors(
@@ -16,12 +23,13 @@ def full_tensors(
     """Full copies of the model's parameters, on every rank; called on every rank of the group.
 
     Args:
-        tensors: by parameter name, what is cut as the parameters are (their gradients, say); by default the parameters.
+        tensors: by parameter name, what is sharded as the parameters are (their gradients, say); by
+            default the parameters.
 
     Returns:
         By Hugging Face's names, without padding; tied parameters once, as in `named_parameters`.
     """
-    full, names_of = {}, architecture_of(model.config.to_dict()).names
+    full = {}
     for name, parameter in model.named_parameters():
         partition = partition_of(parameter)
         part = (parameter if tensors is None else tensors[name]).detach()
@@ -30,7 +38,7 @@ def full_tensors(
             continue
         gathered = comm.all_gather(part.movedim(partition.dim, 0)).chunk(partition.parts)
         whole = partition.merge([chunk.movedim(0, partition.dim) for chunk in gathered])
-        theirs = names_of(name)
+        theirs = model.hugging_face_names(name)
         matrices = whole.split(partition.sizes, partition.dim) if len(theirs) > 1 else (whole,)
         full.update(zip(theirs, matrices, strict=True))
     return full
@@ -38,50 +46,83 @@ def full_tensors(
 
 @torch.no_grad()
 def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
-    """Sets every parameter to this rank's part of a full state dict, in the parameter's dtype.
+    """Sets every parameter to this rank's shard of a full state dict, in the parameter's dtype.
 
     Args:
-        full: of the Hugging Face model, under its names or those of its published checkpoints; not
-            modified. What Hugging Face's class ignores there (buffers of old versions) is ignored.
+        full: of the Hugging Face model, under any names that its `from_pretrained` knows; not
+            modified.
 
     Raises:
-        ValueError: names that are missing or too many, or a tensor of another shape.
+        ValueError: names that are missing, or a tensor of another shape.
     """
-    architecture = architecture_of(model.config.to_dict())
-    renamed = {architecture.current_name(name): tensor for name, tensor in full.items()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Of each set of tied ones.
-    first = {id(parameter): name for name, parameter in reversed(parameters.items())}
-    theirs = {name: architecture.names(name) for name in parameters}
-    known = {one for names in theirs.values() for one in names}
-    absent = [
-        one
-        for name, p in parameters.items()
-        if first[id(p)] == name
-        for one in theirs[name]
-        if one not in renamed
-    ]
-    extra = [name for name in renamed if name not in known and not architecture.ignores(name)]
-    if absent or extra:
-        without, excess = (", ".join(names) or "nothing" for names in (absent, extra))
-        raise ValueError(
-            f"a state dict without {without}, and with {excess} that {type(model).__name__} has not"
-        )
-    for name, parameter in parameters.items():
-        if first[id(parameter)] != name:
-            continue
-        partition, matrices = partition_of(parameter), [renamed[one] for one in theirs[name]]
-        if partition is not None and len(matrices) > 1:
-            for one, matrix, size in zip(theirs[name], matrices, partition.sizes, strict=True):
-                if matrix.size(partition.dim) != size:  # two that are wrong may have the right sum
-                    raise ValueError(
-                        f"{one}: shape {tuple(matrix.shape)} should have {size} in dimension {partition.dim}"
-                    )
-        part = matrices[0] if len(matrices) == 1 else torch.cat(matrices, partition.dim)
-        shape = tuple(part.shape)
+    tensors = published_tensors(type(model), model.config, full)
+    for name, parameter in model.named_parameters():
+        partition, shape = partition_of(parameter), list(parameter.shape)
         if partition is not None:
-            part = partition.shard(part, parallel_state.get_tensor_model_parallel_rank())
-        if part.shape != parameter.shape:
-            raise ValueError(f"{name}: shape {shape} gives {tuple(part.shape)} for this rank, "
-                             f"not {tuple(parameter.shape)}")  # fmt: skip
-        parameter.copy_(part)
+            shape[partition.dim] = sum(partition.sizes)
+        whole = fused(type(model), name, partition, tuple(shape), tensors)
+        if partition is not None:
+            whole = partition.shard(whole, parallel_state.get_tensor_model_parallel_rank())
+        parameter.copy_(whole)
+
+
+def published_tensors(
+    cls: type[ShardedModel], config: PretrainedConfig, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a published checkpoint under the names that Hugging Face's class has today:
+    its own `from_pretrained` renames, ties and leaves out.
+
+    Raises:
+        ValueError: tensors that the model needs are missing, or have another shape.
+    """
+    theirs = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with torch.device("cpu"):
+            model, info = theirs.from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=dict(tensors),
+                dtype=reduce(torch.promote_types, floating, floating[0]) if floating else None,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ValueError(f"{name} has shape {tuple(found)}, {tuple(expected)} was expected")
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{len(missing)} tensors of {theirs.__name__} are missing: {', '.join(missing[:3])}"
+        )
+    if unexpected := sorted(info["unexpected_keys"]):
+        warnings.warn(
+            f"{theirs.__name__} does not use {len(unexpected)} tensors: "
+            f"{', '.join(unexpected[:3])}",
+            stacklevel=2,
+        )
+    return model.state_dict()
+
+
+def fused(
+    cls: type[ShardedModel],
+    name: str,
+    partition: Partition | None,
+    shape: tuple[int, ...],
+    tensors: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """The full tensor that is `name` here, of the one or several that Hugging Face has for it.
+
+    Raises:
+        ValueError: they do not have the shape, or the matrices of it other sizes.
+    """
+    matrices = [tensors[theirs] for theirs in cls.hugging_face_names(name)]
+    whole = matrices[0] if len(matrices) == 1 else torch.cat(matrices, partition.dim)
+    sizes = [matrix.size(partition.dim) for matrix in matrices] if len(matrices) > 1 else []
+    if tuple(whole.shape) != shape or (sizes and tuple(sizes) != partition.sizes):
+        raise ValueError(f"{name} would be {tuple(whole.shape)} of {sizes}, not {shape}")
+    return whole

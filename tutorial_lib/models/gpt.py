@@ -205,6 +205,8 @@ class GPT2LMHeadModel(ShardedModel, hf.GPT2LMHeadModel):
         ValueError: a configuration as for `check_config`.
     """
 
+    heads = {"attn.c_attn": ("n_head",) * 3, "attn.c_proj": ("n_head",)}
+
     _no_split_modules = ["ParallelBlock"]
 
     def __init__(

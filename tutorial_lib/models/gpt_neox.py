@@ -278,6 +278,10 @@ class GPTNeoXForCausalLM(ShardedModel, hf.GPTNeoXForCausalLM):
             configuration asks for beside the logits.
     """
 
+    heads = dict.fromkeys(
+        ("attention.query_key_value", "attention.dense"), ("num_attention_heads",)
+    )
+
     whole_at_size_1 = True
 
     def __init__(self, config: GPTNeoXConfig, sequence_parallel_enabled: bool = False):

@@ -273,6 +273,18 @@ class LlamaForCausalLM(ShardedModel, hf.LlamaForCausalLM):
             outputs that the configuration asks for and forward does not give.
     """
 
+    fused = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    heads = {
+        "qkv_proj": ("num_attention_heads", "num_key_value_heads", "num_key_value_heads"),
+        "q_proj": ("num_attention_heads",),
+        "o_proj": ("num_attention_heads",),
+        "k_proj": ("num_key_value_heads",),
+        "v_proj": ("num_key_value_heads",),
+    }
+
     _no_split_modules = ["ParallelDecoderLayer"]
 
     def __init__(

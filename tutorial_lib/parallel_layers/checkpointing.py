@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import ranks, tensors  # may be what imports this: no names of it
-from . import parallel_state
+from ..storage import objects, xser
+from . import parallel_state, ranks
 from .sharding import partition_of
 
 
-def _path(folder: str, xser: bool, master_dp_only: bool) -> Path:
+def _path(folder: str, is_xser: bool, master_dp_only: bool) -> Path:
     place = ranks.my_place()
     name = f"tp_rank_{place.tp:02d}_pp_rank_{place.pp:02d}" + (
         "" if master_dp_only else f"_dp_rank_{place.dp:02d}"
     )
-    return Path(folder) / name if xser else Path(folder) / name / "checkpoint.pt"
+    return Path(folder) / name if is_xser else Path(folder) / name / "checkpoint.pt"
 
 
 def save(
@@ -46,11 +46,14 @@ def save(
         master_dp_only: only the first of the ranks with the same weights writes.
 
     Raises:
-        ValueError: an object that is neither tensors nor plain data, with its place; on every rank.
+        ValueError: an object that is neither tensors nor plain data, with its place; a model whose
+            weights are not finite, which never replaces a healthy one; on every rank.
         OSError: full disk, read-only folder, …, with the path; on every rank.
     """
     ranks.together(ranks.check_folder, output_dir)
-    ranks.together(tensors.check, checkpoint, "checkpoint")
+    ranks.together(objects.check, checkpoint, "checkpoint")
+    weights = checkpoint.get("model", checkpoint)
+    ranks.together(objects.check_finite, weights if isinstance(weights, dict) else {}, "model")
     path = _path(output_dir, save_xser, master_dp_only)
 
     def write() -> None:
@@ -58,7 +61,7 @@ def save(
             return
         value = _to_bf16(checkpoint) if down_cast_bf16 else checkpoint
         path.parent.mkdir(parents=True, exist_ok=True)
-        (tensors.save_xser if save_xser else tensors.save_plain)(value, path)
+        xser.save(value, path, save_xser)
 
     ranks.in_turn(write, 1) if save_serially and not save_xser else ranks.together(write)
 
@@ -69,16 +72,12 @@ def _to_bf16(value):
     def down(tensor: torch.Tensor) -> torch.Tensor:  # a tied tensor once
         if tensor.dtype != torch.float32:
             return tensor
-        key = (
-            (tensor.data_ptr(), tensor.shape, tensor.stride())
-            if tensor.device.type == "cpu" and tensor.numel()
-            else id(tensor)
-        )
+        key = objects.identity(tensor)
         if key not in cast:
             cast[key] = tensor.detach().to(torch.bfloat16)
         return cast[key]
 
-    return tensors.map_tensors(value, down)
+    return objects.map_tensors(value, down)
 
 
 def load(
@@ -134,7 +133,7 @@ def load(
     path = _path(chkpt_path, load_xser, master_dp_only) if sharded else Path(chkpt_path)
 
     def read() -> dict | None:
-        found = tensors.load(path, mmap=isinstance(target, nn.Module))
+        found = xser.load(path, mmap=isinstance(target, nn.Module))
         if target is None:
             return found
         if model_key is not None and (not isinstance(found, dict) or model_key not in found):
@@ -151,7 +150,7 @@ def load(
         if model_key is None:
             return None
         # The rest outlives the file, so it must not lie in it.
-        return tensors.to_host(found, copy=True)
+        return objects.to_host(found, copy=True)
 
     at_once = os.environ.get("NXD_SKIP_RENDEZVOUS") == "1"
     return ranks.together(read) if at_once else ranks.in_turn(read, 1)

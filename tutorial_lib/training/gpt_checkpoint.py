@@ -5,8 +5,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tutorial_lib.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from tutorial_lib.checkpoint.ranks import from_rank_zero, together
 from tutorial_lib.parallel_layers.random import separate_replicas
+from tutorial_lib.parallel_layers.ranks import from_rank_zero, together
 
 from .gpt_arguments import GPTArguments
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from tutorial_lib import backends
-from tutorial_lib.checkpoint.ranks import together
 from tutorial_lib.data.gpt_batches import gpt_batches
 from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_weights
 from tutorial_lib.data.sampler import ResumableBatchSampler
@@ -26,6 +25,7 @@ from tutorial_lib.models.gpt import GPT2LMHeadModel, parameter_count
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
+from tutorial_lib.parallel_layers.ranks import together
 from tutorial_lib.trainer import (
     initialize_parallel_model,
     initialize_parallel_optimizer,

@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutorial_lib.backends import BACKENDS
-from tutorial_lib.checkpoint import layout, ranks
+from tutorial_lib.checkpoint import layout
 from tutorial_lib.lab.plan.runs import TUTORIALS, Run
 from tutorial_lib.lab.show import tables
-from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers import comm, parallel_state, ranks
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients

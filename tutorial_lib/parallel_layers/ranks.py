@@ -1,4 +1,4 @@
-"""This rank's place in a checkpoint, and steps that every rank takes or none."""
+"""Where this rank is in the mesh, and steps that every rank takes or none."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,31 +6,21 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..parallel_layers import comm, parallel_state
-from ..parallel_layers.utils import ensure_positive
+from . import comm, parallel_state
+from .utils import ensure_positive
 
 T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where a rank stands: among the ranks that hold the same weights (`dp`, of `replicas`), and on
-    the other axes.
+    """The place of a rank among those that hold the same weights (`dp`, of `replicas`), and on the
+    other axes.
     """
 
     dp: int
     tp: int
     pp: int
     replicas: int
-
-    def file(self, dp: bool) -> str:
-        """The name of this rank's file; without `dp` that of the first rank with the same
-        weights.
-        """
-        return shard_name(self.dp if dp else 0, self.tp, self.pp)
-
-
-def shard_name(dp: int, tp: int, pp: int = 0) -> str:
-    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 
 
 def my_place() -> Place:
@@ -55,7 +45,7 @@ def mesh() -> dict[str, int]:
 
 
 def together(function: Callable[..., T], *args, **kwargs) -> T:
-    """`function` on every rank; where it fails on one, all raise."""
+    """`function` on every rank; if it fails on one, all raise."""
     result, error = None, None
     try:
         result = function(*args, **kwargs)

@@ -1,0 +1,198 @@
+"""Files that are whole or absent: written aside, hashed while they are written, flushed, renamed.
+
+A file that is read is a regular one; a device or a pipe in its place counts as missing.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import xxhash
+
+CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
+TEXT = 1 << 28  # bytes that a marker or other text may have
+PARTIAL = ".part"
+
+
+class Digest(NamedTuple):
+    """What a file is known by: its length and the XXH3 hash of its bytes (against damage, not
+    against forgery).
+    """
+
+    size: int
+    xxh3_128: str
+
+
+class WatchedFile:
+    """A binary file that keeps the digest of what is written to it from the first byte to the
+    last, and the last error of the operating system: torch reports a failed write as a
+    RuntimeError of its own archive.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
+        self.error: OSError | None = None
+
+    def _watch(self, function: Callable, *args):
+        try:
+            return function(*args)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def write(self, data) -> int:
+        self._watch(self._file.write, data)
+        view = memoryview(data)
+        self._hash.update(view)
+        self._size += view.nbytes
+        return view.nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Leaves a gap, after which the digest is not that of the file."""
+        return self._watch(self._file.seek, offset, whence)
+
+    def flush(self) -> None:
+        self._watch(self._file.flush)
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def reported(path: str | Path, file: WatchedFile | None = None) -> Iterator[None]:
+    """Raises errors of the operating system with the path, including those that `file` has seen."""
+    try:
+        yield
+    except Exception as error:
+        cause = file.error if file is not None and file.error is not None else error
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
+def replaced_by(path: str | Path) -> Iterator[Path]:
+    """A name beside `path` to write to. What is there in the end is flushed and renamed to `path`;
+    after an error it is removed.
+
+    Raises:
+        OSError: the disk is full, the folder read-only, …, with the path.
+    """
+    path = Path(path)
+    aside = path.with_name(path.name + PARTIAL)
+    try:
+        with reported(path):
+            yield aside
+            flush(aside)
+            os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def write_file(path: str | Path, write: Callable[[WatchedFile], object]) -> Digest:
+    """Calls `write(file)` on a file aside, which then takes the name `path`; returns its digest.
+
+    Raises:
+        OSError: as `replaced_by`; nothing is left behind.
+    """
+    with replaced_by(path) as aside:
+        with open(aside, "wb") as raw:
+            file = WatchedFile(raw)
+            with reported(path, file):
+                write(file)
+        return file.digest
+
+
+def write_text(path: str | Path, text: str) -> Digest:
+    return write_file(path, lambda file: file.write(text.encode()))
+
+
+def flush(path: str | Path) -> None:
+    """Flushes a file, or the names in a folder: without these a renamed file may be gone after a
+    power cut.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+sync_directory = flush
+
+
+def reserve(path: str | Path, size: int) -> None:
+    """Makes room for a file of that size, so that writing to its memory map cannot run out of it.
+
+    Raises:
+        OSError: there is not enough room, with the path.
+    """
+    with reported(path), open(path, "ab") as file:
+        if size and hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+def digest_of(path: str | Path) -> Digest:
+    """The digest of a file as it is on the disk."""
+    state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            state.update(room[:count])
+            size += count
+    return Digest(size, state.hexdigest())
+
+
+def check_file(path: str | Path, expected: Digest | None) -> None:
+    """Raises FileNotFoundError or ValueError, with the path, if the file is missing or is not the
+    one that was written.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    if expected is None:
+        return
+    if (size := path.stat().st_size) != expected.size:
+        raise ValueError(
+            f"{path} has {size} bytes, {expected.size} were written: it is truncated or was "
+            "replaced"
+        )
+    if digest_of(path) != expected:
+        raise ValueError(f"{path} was altered after it was written: its hash differs")
+
+
+def read_text(path: str | Path, limit: int = TEXT) -> str:
+    """The text of a small file.
+
+    Raises:
+        FileNotFoundError: there is no such regular file.
+        ValueError: it is too large, or is not text; with the path.
+    """
+    path = Path(path)
+    check_file(path, None)
+    if path.stat().st_size > limit:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, at most {limit} are read")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not JSON or other text: {error}") from error
+
+
+def read_json(path: str | Path) -> dict:
+    """The JSON object in a small file.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_text`; it is truncated, nested too deeply, or not an
+            object.
+    """
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is truncated or not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value
