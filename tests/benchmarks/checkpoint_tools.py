@@ -51,10 +51,8 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
     """Writes a Llama-shaped checkpoint of about that size at degree `TP`; bytes in all and in the
     largest tensor.
     """
-    from tutorial_lib.checkpoint.ranks import shard_name
-    from tutorial_lib.checkpoint.stream import form, sink
-
-    from tutorial_lib.checkpoint.layout import METADATA, Layout, to_json, write_metadata
+    from tutorial_lib.checkpoint.layout import Layout, shard_name, to_json, write_metadata
+    from tutorial_lib.checkpoint.reshard import write_weights
     from tutorial_lib.checkpoint.tools import write_checkpoint
     from tutorial_lib.parallel_layers.sharding import Partition
 
@@ -75,29 +73,22 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
         layouts |= {f"layers.{count}.{name}": layout for name, layout in layer.items()}
         count += 1
 
+    mesh = {"world": TP, "tp": TP, "dp": 1, "pp": 1, "cp": 1}
+
+    def tensor(layout: Layout) -> torch.Tensor:
+        make = torch.rand if layout.partition else torch.ones
+        return make(layout.local_shape())
+
     def write(aside: Path) -> dict:
-        mesh = {"world": TP, "tp": TP, "dp": 1, "pp": 1, "cp": 1}
         nothing = {"architecture": "benchmark", "config": None, "tied": [], "optimizer": None}
-        metadata = {"mesh": mesh, "model": to_json(layouts), **nothing}
-        written = {aside / METADATA: write_metadata(aside, metadata)}
+        written = write_metadata(aside, {"mesh": mesh, "model": to_json(layouts), **nothing})
         for rank in range(TP):
-            forms = {
-                name: form(layout.local_shape(), layout.dtype) for name, layout in layouts.items()
-            }
-            target = sink(forms, aside / "model" / shard_name(0, rank), xser=False)
-            for name, expected in forms.items():
-                data = (
-                    torch.rand(expected.shape)
-                    if layouts[name].partition
-                    else torch.ones(expected.shape)
-                )
-                target.put(expected, data)
-            written |= target.close()
+            weights = {name: lambda x=x: tensor(x) for name, x in layouts.items()}
+            file = aside / "model" / shard_name(0, rank)
+            written |= write_weights(weights, layouts, [], file, xser=False)
         return written
 
-    write_checkpoint(
-        folder / "step_1", 1, {"world": TP, "tp": TP, "dp": 1, "pp": 1, "cp": 1}, write
-    )
+    write_checkpoint(folder / "step_1", 1, mesh, write)
     sizes = [4 * torch.Size(x.shape).numel() for x in layouts.values()]
     return sum(sizes), max(sizes)
 
