@@ -166,7 +166,7 @@ def read_metadata(folder: str | Path) -> dict | None:
         if (model := metadata["model"]) is not None:
             tp = metadata["mesh"]["tp"]
             metadata["model"] = {name: _from_json(entry, tp) for name, entry in model.items()}
-            if not all(name in model for group in metadata["tied"] for name in group):
+            if not all(group and all(n in model for n in group) for group in metadata["tied"]):
                 raise ValueError(f"tied {metadata['tied']} are not names of tensors")
         if (optimizer := metadata["optimizer"]) is not None:
             names, zero1 = optimizer["parameters"], optimizer["zero1"]

@@ -220,9 +220,17 @@ class Shards:
         return self.zero_degree > 1 or "base_state" in self.shard("optim", 0)
 
     def state_head(self) -> dict:
-        """All that the optimizer saved but what is kept for each parameter."""
-        apart = ("state", "base_state", MASTERS)
-        return {key: value for key, value in self.shard("optim", 0).items() if key not in apart}
+        """All that the optimizer saved but what is kept for each parameter.
+
+        Raises:
+            ValueError: it is not the state of an optimizer, with the file.
+        """
+        apart, state = ("state", "base_state", MASTERS), self.shard("optim", 0)
+        if not isinstance(groups := state.get("param_groups"), list) or not all(
+            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        ):
+            raise ValueError(f"{self.file('optim', 0)} does not hold the groups of an optimizer")
+        return {key: value for key, value in state.items() if key not in apart}
 
     def fields(self, name: str) -> list[str]:
         """What is kept for a parameter: `exp_avg`, …, and the master weight."""

@@ -54,6 +54,7 @@ def problems_of(checkpoint: tags.Complete, unchanged: bool = False) -> Iterator[
                     file = shards.file("model", rank)
                     yield f"{file}: {', '.join(group)} are tied and differ"
         if shards.has_optimizer and shards.parameters:
+            shards.state_head()
             for name in shards.parameters:
                 for field in shards.fields(name):
                     shards.state_shards(name, field)
@@ -69,7 +70,8 @@ def _files(checkpoint: tags.Complete) -> Iterator[str]:
             yield str(error)
     known = set(checkpoint.files) | {tags.STARTED, tags.DONE}
     for file in sorted(checkpoint.path.rglob("*")) if checkpoint.files else ():
-        if not file.is_dir() and str(file.relative_to(checkpoint.path)) not in known:
+        name = str(file.relative_to(checkpoint.path))
+        if not file.is_dir() and (name not in known or not file.is_file()):
             yield f"{file} does not belong to the checkpoint"
 
 
@@ -92,19 +94,14 @@ def _check_small(shards: Shards, name: str) -> None:
 
 def _check_shard(shards: Shards, part: str, tp: int, dp: int, pp: int) -> None:
     value, file = shards.shard(part, tp, dp, pp), shards.file(part, tp, dp, pp)
-    if part == "model":
-        known = value if shards.layouts is None or shards.pp > 1 else shards.layouts
-        for name in value:
-            if torch.is_tensor(value[name]) and name not in known:
-                raise ValueError(f"{file} holds {name}, which the metadata do not know")
-        return
-    for key in ("base_state" if shards.zero1 else "state", MASTERS, "shape_info", "sharding"):
+    known = value if shards.layouts is None or shards.pp > 1 else shards.layouts
+    for name in value if part == "model" else ():
+        if torch.is_tensor(value[name]) and name not in known:
+            raise ValueError(f"{file} holds {name}, which the metadata do not know")
+    kinds = ("base_state" if shards.zero1 else "state", MASTERS, "shape_info", "sharding")
+    for key in kinds if part == "optim" else ():
         if not isinstance(value.get(key, {}), dict):
             raise ValueError(f"{file}: {key} is not that of an optimizer")
-    if not isinstance(groups := value.get("param_groups"), list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
-        raise ValueError(f"{file} does not hold the groups of an optimizer")
 
 
 def _tensor(shards: Shards, name: str, layout: Layout, unchanged: bool) -> Iterator[str]:
