@@ -7,18 +7,17 @@ Megatron-LM, number by number: megatron/core/datasets/gpt_dataset.py and helpers
 sample index is a loop over documents in C++; here it is a cumulative sum and a binary search.
 """
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import filelock
 import numpy as np
+
+from tutorial_lib.storage import write_array, write_text
 
 log = logging.getLogger(__name__)
 
@@ -176,11 +175,8 @@ def cached_indices(
                 side.unlink(missing_ok=True)
                 sizes = {}
                 for path, values in zip(paths, build()):
-                    with _replacing(path) as file:
-                        np.save(file, values, allow_pickle=False)
-                        sizes[path.name] = file.tell()
-                with _replacing(side) as file:
-                    file.write(json.dumps(made_from | {"bytes": sizes}, indent=1).encode())
+                    sizes[path.name] = write_array(path, values).size
+                write_text(side, json.dumps(made_from | {"bytes": sizes}, indent=1))
                 log.info("%s: built in %s", stem, cache)
                 found = _load(side, paths, made_from)
                 assert found is not None
@@ -211,15 +207,3 @@ def _load(side: Path, paths: list[Path], made_from: dict) -> Indices | None:
     except (ValueError, EOFError, RecursionError) as reason:
         log.warning("the cached sample index %s is built anew: %s", side, reason)
         return None
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator:
-    """A binary file that takes the place of `path` when the block ends without an exception."""
-    partial = path.with_name(f".{path.name}.partial")  # we hold the lock
-    try:
-        with open(partial, "wb") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import xxhash
 
 CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
@@ -110,6 +111,11 @@ def write_file(path: str | Path, write: Callable[[WatchedFile], object]) -> Dige
 
 def write_text(path: str | Path, text: str) -> Digest:
     return write_file(path, lambda file: file.write(text.encode()))
+
+
+def write_array(path: str | Path, values: np.ndarray) -> Digest:
+    """Writes a file of numpy's."""
+    return write_file(path, lambda file: np.save(file, values, allow_pickle=False))
 
 
 def flush(path: str | Path) -> None:

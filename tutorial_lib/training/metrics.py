@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tutorial_lib.storage import write_text
+
 
 @dataclass
 class Metric:
@@ -69,9 +71,7 @@ class TrainingMetrics:
             fcntl.flock(folder, fcntl.LOCK_EX)
             content = self.read()
             change(content)
-            aside = self.json_file.with_name(f".{self.json_file.name}.{os.getpid()}")
-            aside.write_text(json.dumps(content, indent=2, allow_nan=True) + "\n")
-            os.replace(aside, self.json_file)
+            write_text(self.json_file, json.dumps(content, indent=2, allow_nan=True) + "\n")
         finally:
             os.close(folder)
 
