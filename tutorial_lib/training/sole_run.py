@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from tutorial_lib.checkpoint.ranks import together
+from tutorial_lib.parallel_layers.ranks import together
 
 LOCK = ".run.lock"
 PATIENCE = 5.0  # seconds that the ranks of a run that was just killed get to end
