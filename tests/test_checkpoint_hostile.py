@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.standin import Standin
-from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags
 from tutorial_lib.checkpoint.__main__ import main
-from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.optimizer import NeuronZero1Optimizer
+from tutorial_lib.parallel_layers import checkpointing, parallel_state
 from tutorial_lib.storage import digest_of
 from tutorial_lib.storage.objects import TensorReference, write_object
 
@@ -265,3 +266,20 @@ def test_content_that_refers_to_itself_often_is_read_once(folder, tmp_path, caps
 def test_the_sound_one_loads(folder, tmp_path):
     assert main(["verify", str(folder)]) == 0
     assert load_checkpoint(str(tmp_path), None, *build()) == {"a": 1}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["model", "optimizer", "low level"])
+def test_weights_that_are_not_finite_replace_nothing(folder, tmp_path, bad, where):
+    model, _, _ = build()
+    checkpointing.save({"model": model.state_dict()}, f"{tmp_path}/low")
+    optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    weights = model if where != "optimizer" else optimizer.base_optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        (weights.norm if where != "optimizer" else weights[1])[0] = bad
+    with pytest.raises(ValueError, match="is not saved"):
+        if where == "low level":
+            checkpointing.save({"model": model.state_dict()}, f"{tmp_path}/low")
+        save_checkpoint(str(tmp_path), "step_2", model, optimizer, num_kept_ckpts=1)
+    assert tags.latest(tmp_path).tag == "step_1" and not (tmp_path / "step_2").exists()
+    assert checkpointing.load(f"{tmp_path}/low")["model"]["norm"].isfinite().all()

@@ -2,6 +2,9 @@
 and opens there again, bit for bit; and the ranks' logits are Hugging Face's.
 """
 
+import json
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -94,22 +97,86 @@ def test_there_and_back(ranks, tmp_path, case, tp):
         assert torch.equal(logits_of(merged.eval()(IDS)), expected)
 
 
-def test_buffers_of_old_versions_are_ignored(tmp_path):
-    original = hugging_face("neox")
-    original.save_pretrained(tmp_path / "hf")
-    file = tmp_path / "hf" / "model.safetensors"
-    weights = load_file(file)
-    assert "embed_out.weight" in weights, "the name in published files"
-    save_file(
-        weights | {"gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9)},
-        file,
-        {"format": "pt"},
+def old_norms(name: str) -> str:
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
     )
-    assert (
-        main(
-            ["split", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), "--tp", "2", "--pad"]
-        )
-        == 0
-    )
-    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+
+
+PUBLISHED = {
+    "bert": lambda t: (
+        {old_norms(name): tensor for name, tensor in t.items()}
+        | {"bert.embeddings.position_ids": torch.arange(32)[None]}
+    ),
+    "neox": lambda t: (
+        t
+        | {
+            "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+            "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1),
+        }
+    ),
+    "llama": lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+    "gpt2": lambda t: (
+        {name.removeprefix("transformer."): x for name, x in t.items()}
+        | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    ),
+    "llama tied": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not use")
+@pytest.mark.parametrize("form", ["safetensors", "bin", "bins"])
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_files_open(tmp_path, case, form):
+    """With the names that published checkpoints have, in each of the forms that they have."""
+    original, folder = hugging_face(case), tmp_path / "hf"
+    original.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    tensors = PUBLISHED[case](weights)
+    if form == "safetensors":
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        os.remove(folder / "model.safetensors")
+        names = {name: "pytorch_model.bin" for name in tensors}
+        if form == "bins":
+            names = {name: f"part_{number % 3}.bin" for number, name in enumerate(tensors)}
+            index = folder / "pytorch_model.bin.index.json"
+            index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        for file in set(names.values()):
+            held = {name: x for name, x in tensors.items() if names[name] == file}
+            torch.save(held, folder / file, _use_new_zipfile_serialization=form == "bins")
+    output = str(tmp_path / "run" / "step_0")
+    assert main(["split", str(folder), output, "--tp", "2", "--pad"]) == 0
+    assert main(["verify", output]) == 0
+    assert main(["merge", output, str(tmp_path / "merged")]) == 0
     assert same(load_file(tmp_path / "merged" / "model.safetensors"), weights)
+
+
+def test_a_rank_with_padding_only(tmp_path):
+    """Its shard of the vocabulary is a file like any other, with xser too."""
+    hugging_face("gpt2").save_pretrained(tmp_path / "hf")
+    one, four = f"{tmp_path}/one/step_0", f"{tmp_path}/four/step_0"
+    assert main(["split", str(tmp_path / "hf"), one, "--tp", "1"]) == 0
+    assert main(["reshard", one, four, "--tp", "4", "--xser"]) == 0
+    assert main(["verify", four]) == 0 and main(["merge", four, f"{tmp_path}/merged"]) == 0
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same(load_file(tmp_path / "merged" / "model.safetensors"), weights)
+
+
+def test_a_checkpoint_without_metadata_is_opened_by_naming_the_model(tmp_path, capsys):
+    """As of the vendor's library."""
+    hugging_face("llama").save_pretrained(tmp_path / "hf")
+    folder, output = tmp_path / "run" / "step_0", str(tmp_path / "merged")
+    assert main(["split", str(tmp_path / "hf"), str(folder), "--tp", "2", "--pad"]) == 0
+    os.remove(folder / "metadata.json")
+    (folder / "done").write_text("1")
+    assert main(["merge", str(folder), output]) == 1
+    assert "--config" in capsys.readouterr().err
+    config = ["--config", str(tmp_path / "hf")]
+    assert main(["merge", str(folder), output, *config]) == 0
+    assert main(["reshard", str(folder), f"{tmp_path}/r/step_0", "--tp", "4", *config]) == 0
+    assert main(["merge", f"{tmp_path}/r", f"{tmp_path}/again"]) == 0
+    for name in ("merged", "again"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert same(found, load_file(tmp_path / "hf" / "model.safetensors"))
