@@ -4,7 +4,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from tutorial_lib.lab.mesh import magics
-from tutorial_lib.lab.mesh.report import RankError
+from tutorial_lib.lab.mesh.failures import RankError
 
 
 class Noted:
@@ -23,7 +23,7 @@ def px():
     shell = InteractiveShell.instance()
 
     def run(mesh, line):
-        magics.register(mesh)
+        magics.register(lambda: mesh)
         return shell.run_cell_magic("px", line, "x = 1\n")
 
     yield run

@@ -213,7 +213,7 @@ def test_a_rank_that_is_killed(notebook):
 @pytest.mark.slow
 def test_a_job_that_is_cancelled(cluster, notebook):
     notebook.run("import subprocess, threading")
-    cancel = "threading.Timer(2, subprocess.run, [['scancel', mesh._engines._launcher.job.job_id]]).start()"
+    cancel = "threading.Timer(2, subprocess.run, [['scancel', mesh._ranks.job.job_id]]).start()"
     notebook.run(cancel)
     text = notebook.fail("%%px\nimport time\ntime.sleep(60)", within=30)
     assert "SLURM's job" in text and "CANCELLED" in text, text

@@ -122,16 +122,20 @@ def rank_environment(
     return environment
 
 
-def init_distributed(backend: str, timeout: float = 60.0) -> None:
+def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | None = None) -> None:
     """Joins the process group that the environment describes (`rank_environment`, or `torchrun`).
 
     Args:
         backend: `cpu` (gloo), `cuda` (NCCL, with gloo for what lives on the host) or `xla`: torch-xla's own on
             Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for what is traced.
         timeout: seconds that a host-side collective waits for its peers.
+        store: where the ranks meet, in place of the one at MASTER_ADDR and MASTER_PORT.
     """
     check_backend(backend)
     options = {"timeout": timedelta(seconds=timeout)}
+    if store is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        options |= {"store": store, "rank": rank, "world_size": world_size}
     # gloo would take the interface that has the machine's name, which on Debian is the loopback one.
     master = os.environ.get("MASTER_ADDR")
     if master is not None and "GLOO_SOCKET_IFNAME" not in os.environ:

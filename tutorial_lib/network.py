@@ -28,3 +28,24 @@ def interface_towards(host: str) -> str:
     raise RuntimeError(
         f"no network interface has the address {address}, from which {host} is reached"
     )
+
+
+def loopback() -> str:
+    """The address at which this machine reaches itself, and nobody else does.
+
+    Raises:
+        RuntimeError: the loopback interface is down.
+    """
+    for address in ("127.0.0.1", "::1"):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with (
+                socket.create_server((address, 0), family=family) as server,
+                socket.create_connection(server.getsockname()[:2], timeout=5),
+            ):
+                return address
+        except OSError:
+            continue
+    raise RuntimeError(
+        "neither 127.0.0.1 nor ::1 can be reached: the loopback interface is down (ip link set lo up)"
+    )

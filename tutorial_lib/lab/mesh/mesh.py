@@ -8,32 +8,34 @@
 
     mesh.gather("rank")      # [0, 1, 2, 3]
 
-One ipyparallel engine is one rank. Engines inherit the kernel's environment, less what a launcher
-left in it, and get what `torchrun` would give them. The kernel itself never touches a device and
-never imports torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.lab.mesh.engines`) or on
-nodes that SLURM gives (`tutorial_lib.lab.mesh.slurm`). They are assigned by where an engine runs, never
-by its id.
+One process is one rank. Ranks inherit the kernel's environment, less what a launcher left in it, and get what `torchrun`
+would give them. The kernel itself never touches a device and never imports torch-xla. Ranks run on the kernel's own
+machine (`tutorial_lib.lab.mesh.ranks`) or on nodes that SLURM gives (`tutorial_lib.lab.mesh.slurm`).
 
 What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
 `RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
-connections between the ranks; `mesh.reset()` makes new ones. What cannot be released is killed; then `mesh.restart()`.
+connections between the ranks; the next cell makes new ones. What cannot be released is killed; then `mesh.restart()`.
 """
 
 import atexit
 import os
+import pickle
+import secrets
+import socket
 import time
 from numbers import Real
 
-import ipyparallel as ipp
 import torch
-from IPython import get_ipython
+from torch.distributed import TCPStore
 
+from tutorial_lib import backends
 from tutorial_lib.backends import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
-from tutorial_lib.lab.mesh import engine, magics
-from tutorial_lib.lab.mesh.engines import Engines, LocalLauncher
-from tutorial_lib.lab.mesh.report import MeshError, RankError, describe_failure
-from tutorial_lib.lab.mesh.slurm import SlurmLauncher, check_slurm
-from tutorial_lib.lab.mesh.watch import Rendezvous, Watch
+from tutorial_lib.lab.mesh import magics, worker
+from tutorial_lib.lab.mesh.failures import MeshError, RankError, describe_failure
+from tutorial_lib.lab.mesh.output import LiveOutput
+from tutorial_lib.lab.mesh.ranks import Ranks, Task
+from tutorial_lib.lab.mesh.slurm import SlurmRanks, check_slurm
+from tutorial_lib.lab.mesh.watch import Watch
 
 __all__ = ["Mesh", "MeshError", "RankError"]
 
@@ -119,10 +121,9 @@ class Mesh:
         self.timeout, self.threads = timeout, threads
         self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
         self.pids: list[int] = []  # of the ranks, in their order
-        self._engines: Engines | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._ranks: Ranks | None = None
         self._remedy = (
-            "start"  # what has to be called before the ranks can talk again; empty if nothing
+            "start"  # what has to be called before the ranks can communicate; empty if nothing
         )
 
     # ---- life ----
@@ -136,15 +137,8 @@ class Mesh:
         _current = self
         atexit.register(self.close)
         try:
-            local = self.launcher == "local"
-            launcher = (
-                LocalLauncher()
-                if local
-                else SlurmLauncher(self.nodes, self.threads, self.slurm_options)
-            )
-            self._engines = Engines(self.world_size, launcher)
-            self._address = launcher.address
-            self.pids = [process.pid for process in self._engines.processes]
+            self._ranks = self._start_ranks()
+            self.pids = [rank.place["pid"] for rank in self._ranks.members]
             self._boot()
             self._join()
         except KeyboardInterrupt:
@@ -155,9 +149,23 @@ class Mesh:
         except BaseException:
             self.close()
             raise
-        if get_ipython() is not None:
-            magics.register(self)
         print(f"{self}, up in {time.perf_counter() - began:.1f} s")
+
+    def _start_ranks(self) -> Ranks:
+        stale = {
+            *LAUNCH_VARIABLES,
+            *(name for name in os.environ if name.startswith("TORCHELASTIC_")),
+        }
+        environment = {name: text for name, text in os.environ.items() if name not in stale}
+        environment |= rank_environment(
+            self.backend, 0, self.world_size, master_port=0, threads=self.threads
+        )
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        if self.launcher == "local":
+            return Ranks(self.world_size, environment)
+        return SlurmRanks(
+            self.world_size, environment, self.nodes, self.threads, self.slurm_options
+        )
 
     def __str__(self) -> str:
         axes = ""
@@ -167,46 +175,45 @@ class Mesh:
         return f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend {self.backend}"
 
     def _boot(self) -> None:
-        """Engines become ranks: each gets what `torchrun` would give it, before torch is imported there."""
-        places = self._engines.places
+        """Gives each rank what `torchrun` would give it, before torch-xla is imported there."""
+        places = [rank.place for rank in self._ranks.members]
         hosts = [place["host"] for place in places]
-        stale = [
-            name
-            for name in os.environ
-            if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC_")
-        ]
         booting = {}
         for rank, host in enumerate(hosts):
             environment = rank_environment(
                 self.backend,
                 rank,
                 self.world_size,
-                master_addr=self._address,
+                master_addr=self._ranks.address,
                 master_port=0,  # `_join` sets it
                 local_rank=hosts[:rank].count(host),
                 local_world_size=hosts.count(host),
                 threads=self.threads,
                 root_addr=places[0]["address"],
             )
-            # The kernel serves the rendezvous, as torchrun's agent does: its port is bound before a rank hears of it.
-            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            booting[rank] = self._engines.views[rank].apply_async(engine.boot, environment, stale)
+            booting[rank] = self._ranks.members[rank].start("call", worker.boot, environment)
         self._wait(booting)
 
     def _join(self) -> None:
-        """All ranks join a new process group, and show that they hear one another."""
-        self._call(engine.leave)
-        self._rendezvous = there = Rendezvous(self._address, self._engines.places)
-        ports = there.port, there.control_port
-        self._call(engine.join, self.backend, self.timeout, self.tp_size, self._address, *ports)
+        """All ranks join a new process group, and show that they receive from one another."""
+        self._call(worker.leave)
+        address, key = self._ranks.address, secrets.token_hex(16)
+        # The kernel serves the store at which the ranks meet: its port is bound before a rank hears of it.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family)
+        port = server.getsockname()[1]
+        self._ranks.store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        self._call(worker.join, self.backend, self.timeout, self.tp_size, address, port, key)
         self._remedy = ""
         self.check(quiet=True)
 
     def check(self, quiet: bool = False) -> None:
         """Raises unless every rank answers and an all-reduce over all of them is right."""
-        self._require_group()
+        self._make_ready()
         began = time.perf_counter()
-        answers = self._call(engine.probe)
+        answers = self._call(worker.probe)
         expected = sum(range(self.world_size))
         if answers != [(rank, expected) for rank in range(self.world_size)]:
             raise MeshError(
@@ -252,10 +259,9 @@ class Mesh:
             _current = None
         atexit.unregister(self.close)
         self._remedy = "start"
-        self._rendezvous = None
-        if self._engines is not None:
-            self._engines.close()
-            self._engines = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     def __enter__(self) -> "Mesh":
         self.start()
@@ -268,7 +274,6 @@ class Mesh:
 
     def run(self, cell: str, ranks: list[int] | None = None) -> None:
         """Runs a cell on the ranks (all by default) and prints what they print; `%%px` calls it."""
-        self._require_ranks()
         ranks = list(range(self.world_size)) if ranks is None else ranks
         if not ranks:
             raise ValueError("no rank was named to run the cell on")
@@ -277,11 +282,9 @@ class Mesh:
                 raise ValueError(
                     f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}"
                 )
-        tasks = {
-            rank: self._engines.views[rank].execute(cell, silent=False, block=False)
-            for rank in ranks
-        }
-        shown = magics.LiveOutput(tasks)
+        self._make_ready()
+        tasks = {rank: self._ranks.members[rank].start("cell", cell) for rank in ranks}
+        shown = LiveOutput(tasks)
         try:
             self._wait(tasks, shown.tick)
         finally:
@@ -289,74 +292,83 @@ class Mesh:
 
     def push(self, **values) -> None:
         """Sets variables on every rank."""
-        self._call(engine.assign, values)
+        self._make_ready()
+        self._call(worker.assign, values)
 
     def gather(self, expression: str) -> list:
         """The value of a variable (or expression) on each rank, in rank order; tensors are copied to the host."""
-        return self._call(engine.value, expression)
+        self._make_ready()
+        return self._call(worker.value, expression)
 
     def compilations(self) -> int:
         """How many graphs the ranks have compiled since they started, all together; 0 on a backend that traces none."""
-        return sum(self._call(engine.compilations))
+        self._make_ready()
+        return sum(self._call(backends.compilations))
 
     def hlo_texts(self) -> list[str]:
         """Rank 0's graphs as the compiler got them, for `tutorial_lib.xla_cpu.graphs`, in the order of their first use.
 
         None on Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
         """
-        return self._call(engine.hlo_texts)[0]
+        self._make_ready()
+        return self._call(worker.hlo_texts)[0]
+
+    def _make_ready(self) -> None:
+        """Resets the ranks if that is all they need after a failure; raises MeshError if they need more."""
+        if self._remedy == "reset":
+            self.reset()
+        if self._remedy:
+            raise MeshError(f"no ranks are up: call mesh.{self._remedy}()")
 
     def _call(self, function, *args) -> list:
-        self._require_ranks()
         tasks = {
-            rank: view.apply_async(function, *args) for rank, view in enumerate(self._engines.views)
+            rank: one.start("call", function, *args) for rank, one in enumerate(self._ranks.members)
         }
         self._wait(tasks)
-        return [task.get() for task in tasks.values()]
+        return [pickle.loads(task.value) for task in tasks.values()]
 
-    def _wait(self, tasks: dict[int, ipp.AsyncResult], on_tick=lambda: None) -> None:
+    def _wait(self, tasks: dict[int, Task], on_tick=lambda: None) -> None:
         """Waits for all ranks, and raises what went wrong on any."""
-        watch = Watch(tasks, self._engines.processes, self._rendezvous, self.timeout)
-        try:
-            watch.wait(on_tick)
-        except KeyboardInterrupt:
-            self._after(watch)
-            raise MeshInterrupted(self._advice()) from None
+        before, self._remedy = self._remedy, "restart"  # should anything end this early
+        watch = Watch(self._ranks, tasks, self.timeout)
+        watch.wait(on_tick)
+        if not watch.dead:
+            self._remedy = before
+            if not before and (watch.released or not watch.in_step(self.world_size)):
+                self._remedy = "reset" if self._leave() else "restart"
+        if watch.interrupted:
+            raise MeshInterrupted(self._advice())
         if watch.reports:
-            self._after(watch)
             finished = tasks.keys() - watch.reports.keys()
             text = "\n".join([describe_failure(watch.reports, finished), self._advice()])
             raise RankError(text.strip(), watch.reports)
 
-    def _after(self, watch: Watch) -> None:
-        """Decides what the ranks need now, and closes a process group whose ranks may be out of step."""
-        if watch.dead:
-            self._remedy = "restart"
-            return
-        if self._remedy or (not watch.released and watch.in_step(self.world_size)):
-            return
-        self._remedy = "restart" if self.backend == "xla" else "reset"
-        tasks = {
-            rank: view.apply_async(engine.leave) for rank, view in enumerate(self._engines.views)
+    def _leave(self) -> bool:
+        """Closes a process group whose ranks may be out of step; whether a new one can be made."""
+        if self.backend == "xla":  # it keeps its connections for as long as its process lives
+            return False
+        self._remedy = "restart"
+        leaving = {
+            rank: one.start("call", worker.leave) for rank, one in enumerate(self._ranks.members)
         }
-        leaving = Watch(tasks, self._engines.processes, self._rendezvous, self.timeout)
-        leaving.wait()
-        if leaving.dead or leaving.reports:
-            self._remedy = "restart"
+        watch = Watch(self._ranks, leaving, self.timeout)
+        watch.wait()
+        return not watch.dead and not watch.reports
 
     def _advice(self) -> str:
         return {
             "": "",
             "start": "",
-            "reset": "The ranks may be out of step, so their process group is closed: "
-            "mesh.reset() makes a new one and keeps their variables.",
+            "reset": "The ranks may be out of step, so their process group is closed: the next cell, or mesh.reset(), "
+            "makes a new one and keeps their variables.",
             "restart": "mesh.restart() starts new ranks.",
         }[self._remedy]
 
-    def _require_ranks(self) -> None:
-        if self._engines is None or self._remedy == "restart":
-            raise MeshError(f"no ranks are up: call mesh.{self._remedy}()")
 
-    def _require_group(self) -> None:
-        if self._remedy:
-            raise MeshError(f"the process group is closed: call mesh.{self._remedy}()")
+def _mesh_that_is_up() -> Mesh:
+    if _current is None:
+        raise MeshError("no ranks are up: call mesh.start()")
+    return _current
+
+
+magics.register(_mesh_that_is_up)

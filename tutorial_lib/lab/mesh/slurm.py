@@ -1,52 +1,54 @@
-"""Ranks on the nodes of a SLURM cluster: one job of ipyparallel's SLURM launcher is one mesh.
+"""Ranks on the nodes of a SLURM cluster: one job is one mesh.
 
-The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node
-and kernel have to share the folder of the repository. What is known of a rank's process comes from
-its engine and from the state of the job: SLURM ends the job if a node fails, if somebody cancels it
-or if its time is over, and then all of its ranks are gone.
+The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node and kernel have to
+share the folder of the repository. The ranks connect to the kernel, which listens on the network that it shares with
+them and lets in whoever proves that he knows a key. What is known of a rank's process comes from its connection and
+from the state of the job: SLURM ends the job if a node fails, if somebody cancels it or if its time is over, and then
+all of its ranks are gone.
 """
 
 import getpass
+import json
+import os
 import re
+import secrets
+import select
 import shlex
 import shutil
+import socket
 import subprocess
 import time
 from functools import cached_property
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 
-import ipyparallel as ipp
-from traitlets.config import Config
-
-from tutorial_lib.lab.mesh.report import MeshError
+from tutorial_lib.lab.mesh import nursery
+from tutorial_lib.lab.mesh.failures import MeshError
+from tutorial_lib.lab.mesh.ranks import START_TIMEOUT, Rank, Ranks, limit
 from tutorial_lib.lab.paths import resolve
 from tutorial_lib.network import address_towards
 
 POLL = 1.0  # seconds between looks at the job
-GOING_ON = {
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "SUSPENDED",
-    "REQUEUED",
-    "RESIZING",
-}  # states that are no end
+NODE_DOWN = 10.0  # seconds after which SLURM has noticed that a node is gone
+GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING")
 BATCH_TEMPLATE = """#!/bin/sh
-#SBATCH --job-name={{cluster_id}}
+#SBATCH --job-name={{name}}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks={{n}}
+#SBATCH --ntasks={{ranks}}
 #SBATCH --ntasks-per-node={per_node}
 #SBATCH --cpus-per-task={threads}
-#SBATCH --output={{profile_dir}}/log/job.log
+#SBATCH --output={{directory}}/job.log
 #SBATCH --export=ALL
 #SBATCH --no-requeue
 {options}
 # A rank that dies is reported; the others are not killed with it.
-exec srun --kill-on-bad-exit=0 {{program_and_args}}
+exec srun --kill-on-bad-exit=0 {{command}}
 """
 
 
 def batch_file(nodes: int, ranks_per_node: int, threads: int = 1, options: list[str] = ()) -> str:
-    """The file of a mesh's job, in which ipyparallel fills in what stands in braces.
+    """The file of a mesh's job; what stands in braces is filled in when it is submitted.
 
     Args:
         nodes, ranks_per_node: how many.
@@ -61,8 +63,8 @@ def batch_file(nodes: int, ranks_per_node: int, threads: int = 1, options: list[
     )
 
 
-def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run(*command: str, env: dict[str, str] | None = None) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
     if result.returncode:
         raise MeshError(
             f"{shlex.join(command)} failed: {result.stderr.strip() or result.stdout.strip()}"
@@ -100,7 +102,7 @@ class Job:
 
     def look(self) -> str:
         """`PENDING`, `RUNNING`, … or how it ended."""
-        if self.state in {"COMPLETING", *GOING_ON} and time.monotonic() - self._looked_at > POLL:
+        if self.state in ("COMPLETING", *GOING_ON) and time.monotonic() - self._looked_at > POLL:
             shown = subprocess.run(
                 ["scontrol", "--oneliner", "show", "job", self.job_id],
                 capture_output=True,
@@ -131,77 +133,132 @@ class Job:
         return f"SLURM's job {self.job_id} ended: {self.state}{because}"
 
 
-class SlurmProcess:
-    """The process of a rank on some node."""
-
-    def __init__(self, job: Job, client: ipp.Client, engine_id: int, place: dict):
-        self.pid, self._host = place["pid"], place["host"]
-        self._job, self._client, self._engine_id = job, client, engine_id
-
-    def is_alive(self) -> bool:
-        # ipyparallel drops an engine when its nanny or its missing heartbeat says so.
-        return self._engine_id in self._client.ids and self._job.goes_on
-
-    def kill(self) -> None:
-        self._client.send_signal("SIGKILL", targets=self._engine_id, block=False)
-
-    def cause_of_death(self) -> str:
-        time.sleep(POLL + 0.1)  # a job ends a moment after its processes
-        if not self._job.goes_on:
-            return self._job.end
-        return f"process {self.pid} on {self._host} is gone"
-
-
-class SlurmLauncher:
-    """Starts the engines in a job of `nodes` nodes, as many on each.
+class SlurmRanks(Ranks):
+    """Ranks in a job of `nodes` nodes, as many on each.
 
     Args:
+        count: how many.
+        environment: that they start with.
         nodes: how many.
         threads: cores for each rank.
         options: further ones of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
 
     Raises:
         ValueError: SLURM is not there.
-        MeshError: it does not answer.
+        MeshError: it does not answer, or the ranks did not come up.
     """
 
-    def __init__(self, nodes: int, threads: int = 1, options: str = ""):
+    def __init__(
+        self,
+        count: int,
+        environment: dict[str, str],
+        nodes: int,
+        threads: int = 1,
+        options: str = "",
+    ):
         check_slurm()
-        self.nodes, self.threads, self.options = nodes, threads, shlex.split(options)
         self.address = _address_for_nodes()
-        self.directory = resolve("build/mesh")  # the nodes have to see it
-        self.job: Job | None = None
-        self._said: tuple[str, str] | None = None  # the state and reason that were last printed
+        self.members = []
+        name = f"mesh-{secrets.token_hex(6)}"
+        folder = resolve("build/mesh")  # the nodes have to see it
+        folder.mkdir(parents=True, exist_ok=True)
+        end = ["scancel", f"--name={name}", f"--user={getpass.getuser()}"]
+        self._open(environment, folder=folder, end=end)
+        try:
+            self._key = secrets.token_bytes(32)
+            with socket.create_server((self.address, 0), backlog=2 * count) as server:
+                script = batch_file(nodes, count // nodes, threads, shlex.split(options))
+                self.job = self._submit(script, name, count, environment, server.getsockname()[1])
+                self._accept(server, count)
+            self._wait_until_up()
+            self.members.sort(key=lambda one: [one.place[of] for of in ("node", "host", "pid")])
+        except BaseException:
+            self.close()
+            raise
 
-    def prepare(
-        self, cluster_id: str, count: int, directory: str, config: Config
-    ) -> tuple[str, list[str]]:
-        """See `LocalLauncher.prepare`."""
-        config.HeartMonitor.period = 1000  # milliseconds
-        config.SlurmEngineSetLauncher.batch_file_name = f"{directory}/job.sbatch"
-        config.SlurmEngineSetLauncher.batch_template = batch_file(
-            self.nodes, count // self.nodes, self.threads, self.options
+    def _submit(
+        self, script: str, name: str, count: int, environment: dict[str, str], port: int
+    ) -> Job:
+        meeting = Path(self.directory, "meeting.json")
+        meeting.touch(mode=0o600)
+        meeting.write_text(json.dumps([self.address, port, self._key.hex()]))
+        command = nursery.python("slurm", str(meeting), self.directory)
+        filled = script.format(
+            name=name, ranks=count, directory=self.directory, command=shlex.join(command)
         )
-        return "slurm", ["scancel", f"--name={cluster_id}", f"--user={getpass.getuser()}"]
+        file = Path(self.directory, "job.sbatch")
+        file.write_text(filled)
+        return Job(
+            _run("sbatch", "--parsable", str(file), env=environment).strip().partition(";")[0]
+        )
 
-    def started(self, cluster: ipp.Cluster) -> None:
-        """See `LocalLauncher.started`."""
-        (engine_set,) = cluster.engines.values()
-        self.job = Job(engine_set.job_id)
+    def _accept(self, server: socket.socket, count: int) -> None:
+        """Lets the ranks in, each with two connections: it names itself by its job step's task number."""
+        waiting: dict[str, Connection] = {}
+        deadline, said = time.monotonic() + START_TIMEOUT, None
+        while len(self.members) < count:
+            state, reason = self.job.look(), self.job.reason
+            if state in ("PENDING", "CONFIGURING"):
+                deadline = time.monotonic() + START_TIMEOUT
+                if (state, reason) != said and reason not in ("None", "Priority"):
+                    print(f"SLURM's job {self.job.job_id} is {state.lower()}: {reason}")
+                said = state, reason
+            if not self.job.goes_on:
+                raise MeshError(self._failure(len(self.members), self.job.end))
+            if time.monotonic() > deadline:
+                cause = f"not up in {START_TIMEOUT:.0f} s"
+                raise MeshError(self._failure(len(self.members), cause))
+            if not select.select([server], [], [], 0.1)[0]:
+                continue
+            connection = Connection(server.accept()[0].detach())
+            limit(connection)
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                task = connection.recv_bytes(64).decode()
+            except (AuthenticationError, EOFError, OSError):  # a stranger
+                connection.close()
+                continue
+            if task in waiting:
+                self.members.append(Rank(waiting.pop(task), connection))
+            else:
+                waiting[task] = connection
 
-    def is_waiting(self) -> bool:
-        """Whether the job is queued; it says so once."""
-        state = self.job.look()
-        if state in ("PENDING", "CONFIGURING") and (state, self.job.reason) != self._said:
-            self._said = state, self.job.reason
-            if self.job.reason not in ("None", "Priority"):
-                print(f"SLURM's job {self.job.job_id} is {state.lower()}: {self.job.reason}")
-        return state in ("PENDING", "CONFIGURING")
+    def pump(self, timeout: float) -> None:
+        super().pump(timeout)
+        if not self.job.goes_on:
+            for one in self.members:
+                one.lose()
 
-    def failure(self) -> str | None:
-        """Why the ranks will never be up; None if they may."""
-        return None if self.job.goes_on else self.job.end
+    def kill(self, rank: int) -> None:
+        """Ends the job, and so all ranks: a rank that has to be killed leaves none that could go on."""
+        _run("scancel", "--signal=KILL", self.job.job_id)
 
-    def process(self, client: ipp.Client, engine_id: int, place: dict) -> SlurmProcess:
-        """See `LocalLauncher.process`."""
-        return SlurmProcess(self.job, client, engine_id, place)
+    def cause_of_death(self, rank: int) -> str:
+        one = self.members[rank]
+        alone = any(
+            other.is_alive for other in self.members if other.place["host"] == one.place["host"]
+        )
+        deadline = time.monotonic() + (POLL + 0.1 if alone else NODE_DOWN)
+        while (
+            self.job.goes_on and time.monotonic() < deadline
+        ):  # it ends a moment after its processes
+            time.sleep(POLL / 4)
+        if not self.job.goes_on:
+            return self.job.end
+        return f"process {one.place['pid']} on {one.place['host']} is gone"
+
+
+def main(meeting: str, directory: str) -> None:
+    """What a task of the job runs: a rank that connects to the kernel."""
+    from tutorial_lib.lab.mesh import worker
+
+    address, port, key = json.loads(Path(meeting).read_text())
+    connections = []
+    for _ in range(2):
+        connection = Connection(socket.create_connection((address, port)).detach())
+        answer_challenge(connection, bytes.fromhex(key))
+        deliver_challenge(connection, bytes.fromhex(key))
+        connection.send_bytes(os.environ["SLURM_PROCID"].encode())
+        connections.append(connection)
+    worker.serve(*connections, directory)
