@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -64,8 +65,9 @@ def main(settings: str) -> None:
         while not kernel.poll(TICK) and os.getppid() == parent:
             for rank, status in _changes(ranks):
                 kernel.send_bytes(json.dumps([rank, status]).encode())
-    except OSError as error:  # the kernel is gone, or the system starts no more processes
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    except Exception as error:  # the system starts no more processes, say
+        with contextlib.suppress(OSError):  # the kernel is gone, too
+            kernel.send_bytes(json.dumps([None, f"{type(error).__name__}: {error}"]).encode())
     finally:
         if given["end"]:
             subprocess.run(given["end"], check=False)
@@ -112,9 +114,9 @@ def _become_rank(given: dict, rank: int, arguments: tuple[str, str, str]) -> Non
         worker.main(*arguments)
         status = 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc(file=sys.__stderr__)
     finally:
-        sys.stderr.flush()
+        sys.__stderr__.flush()
         os._exit(status)
 
 

@@ -159,7 +159,7 @@ class Ranks:
 
     def _open(self, environment: dict[str, str], pairs=(), folder=None, end=()) -> None:
         """Starts the nursery, and with it the ranks whose ends of the connections are given."""
-        self.store = None
+        self.store, self._fault = None, ""
         self.directory = tempfile.mkdtemp(prefix="mesh-", dir=folder)
         self._news, theirs = Pipe()
         descriptors = [[end.fileno() for end in pair] for pair in pairs]
@@ -228,6 +228,9 @@ class Ranks:
         """Takes in one message of the nursery. If it has died, so have the ranks."""
         try:
             rank, status = json.loads(self._news.recv_bytes())
+            if rank is None:
+                self._fault = status
+                return
             one = self.members[rank]
             while one.is_alive and one.connection.poll():  # what it still sent
                 one.receive(one.connection)
@@ -261,7 +264,7 @@ class Ranks:
         while isinstance(one.status, str) and not self._news.closed and time.monotonic() < deadline:
             self.pump(0.05)
         if isinstance(one.status, str):
-            return "the process that holds the ranks together is gone, and they have ended with it"
+            return f"the process that holds the ranks together is gone{self._fault and ': '}{self._fault}"
         if one.status >= 0:
             return f"the process exited with status {one.status}"
         name = signal.Signals(-one.status).name
