@@ -125,7 +125,7 @@ class Rank:
     def lose(self) -> None:
         """Its connection is closed, or of no use any more."""
         if self.is_alive:
-            self.status = "lost"
+            self.status, self.lost_at = "lost", time.monotonic()
 
 
 class Ranks:

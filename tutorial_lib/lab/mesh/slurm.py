@@ -30,7 +30,7 @@ from tutorial_lib.lab.paths import resolve
 from tutorial_lib.network import address_towards
 
 POLL = 1.0  # seconds between looks at the job
-NODE_DOWN = 10.0  # seconds after which SLURM has noticed that a node is gone
+NODE_DOWN = 20.0  # seconds after which SLURM has noticed that a node is gone
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING")
 BATCH_TEMPLATE = """#!/bin/sh
 #SBATCH --job-name={{name}}
@@ -236,13 +236,11 @@ class SlurmRanks(Ranks):
 
     def cause_of_death(self, rank: int) -> str:
         one = self.members[rank]
-        alone = any(
-            other.is_alive for other in self.members if other.place["host"] == one.place["host"]
-        )
-        deadline = time.monotonic() + (POLL + 0.1 if alone else NODE_DOWN)
-        while (
-            self.job.goes_on and time.monotonic() < deadline
-        ):  # it ends a moment after its processes
+        host = [other for other in self.members if other.place["host"] == one.place["host"]]
+        node_is_up = any(other.is_alive for other in host)
+        # A job ends a moment after its processes, and a while after its node.
+        deadline = one.lost_at + (POLL + 0.1 if node_is_up else NODE_DOWN)
+        while self.job.goes_on and time.monotonic() < deadline:
             time.sleep(POLL / 4)
         if not self.job.goes_on:
             return self.job.end
