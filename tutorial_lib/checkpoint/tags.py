@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from ..storage import Digest, check_file, read_text, sync_directory, write_text
+from ..storage import Digest, check_file, read_text, flush, write_text
 from .layout import check_mesh
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
@@ -276,7 +276,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
         if not any((aside / name).iterdir()):
             (aside / name).rmdir()
     for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
-        sync_directory(path)
+        flush(path)
     _check_replaceable(final)
     if final.exists():
         if _read(final, tag) is not None:
@@ -286,7 +286,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
         else:
             shutil.rmtree(final)
     aside.rename(final)
-    sync_directory(folder)
+    flush(folder)
     marker = {
         "format": 1,
         "tag": tag,
@@ -297,7 +297,7 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
         "files": {name: digest._asdict() for name, digest in sorted(files.items())},
     }
     write_text(final / DONE, json.dumps(marker, indent=1))
-    sync_directory(final)
+    flush(final)
     if replaced.exists():
         remove(replaced)
     return final
@@ -311,7 +311,7 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     (path / DONE).unlink(missing_ok=True)
-    sync_directory(path)
+    flush(path)
     gone = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
     if gone != path:
         if gone.exists():

@@ -129,9 +129,6 @@ def flush(path: str | Path) -> None:
         os.close(descriptor)
 
 
-sync_directory = flush
-
-
 def reserve(path: str | Path, size: int) -> None:
     """Makes room for a file of that size, so that writing to its memory map cannot run out of it.
 

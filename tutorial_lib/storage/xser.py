@@ -6,7 +6,6 @@
 
 import mmap
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -122,13 +121,6 @@ def files_of(path: str | Path) -> list[Path]:
         files += [info_file(path)] if info_file(path).is_file() else []
         files += sorted(tensors_folder(path).glob("tensor_*.pt"))
     return files
-
-
-def remove(path: str | Path) -> None:
-    """Removes what was saved to `path`, if anything."""
-    Path(path).unlink(missing_ok=True)
-    info_file(path).unlink(missing_ok=True)
-    shutil.rmtree(tensors_folder(path), ignore_errors=True)
 
 
 def blank(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
