@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.parallel_layers.sharding import partition_of
-from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
 
 H, F, V = 4, 8, 10
 

@@ -83,11 +83,6 @@ PAIRS = {
     "reduce": lambda x: mappings.reduce_from_tensor_model_parallel_region(x),
     "scatter": lambda x: mappings.scatter_to_tensor_model_parallel_region(x),
     "gather": lambda x: mappings.gather_from_tensor_model_parallel_region(x),
-    "gather_dim": lambda x: mappings.gather_from_tensor_model_parallel_region_with_dim(x, 1),
-    "reduce_scatter_dim": lambda x: (
-        mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(x, 1)
-    ),
-    "channels": lambda x: mappings.scatter_input_channels_to_tensor_model_parallel_region(x),
     "sp_scatter": lambda x: mappings.scatter_to_sequence_parallel_region(x),
     "sp_scatter_1": lambda x: mappings.scatter_to_sequence_parallel_region(x, 1),
     "sp_gather": lambda x: mappings.gather_from_sequence_parallel_region(x),
@@ -95,9 +90,6 @@ PAIRS = {
         x, 1, to_model_parallel=False
     ),
     "sp_reduce_scatter": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(x),
-    "sp_reduce_scatter_f64": lambda x: mappings.reduce_scatter_to_sequence_parallel_region(
-        x, 1, dtype=torch.float64
-    ),
 }
 
 
@@ -122,12 +114,6 @@ FORWARD = {  # name: (what the pair gives forward, what backward) from the list 
     "reduce": (lambda xs, r: sum(xs), lambda gs, r: gs[r]),
     "scatter": (lambda xs, r: xs[r].chunk(len(xs), -1)[r], lambda gs, r: torch.cat(gs, -1)),
     "gather": (lambda xs, r: torch.cat(xs, -1), lambda gs, r: gs[r].chunk(len(gs), -1)[r]),
-    "gather_dim": (lambda xs, r: torch.cat(xs, 1), lambda gs, r: gs[r].chunk(len(gs), 1)[r]),
-    "reduce_scatter_dim": (
-        lambda xs, r: sum(xs).chunk(len(xs), 1)[r],
-        lambda gs, r: torch.cat(gs, 1),
-    ),
-    "channels": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
     "sp_scatter": (lambda xs, r: xs[r].chunk(len(xs), 0)[r], lambda gs, r: torch.cat(gs, 0)),
     "sp_scatter_1": (lambda xs, r: xs[r].chunk(len(xs), 1)[r], lambda gs, r: torch.cat(gs, 1)),
     "sp_gather": (lambda xs, r: torch.cat(xs, 0), lambda gs, r: sum(gs).chunk(len(gs), 0)[r]),
@@ -138,10 +124,6 @@ FORWARD = {  # name: (what the pair gives forward, what backward) from the list 
     "sp_reduce_scatter": (
         lambda xs, r: sum(xs).chunk(len(xs), 0)[r],
         lambda gs, r: torch.cat(gs, 0),
-    ),
-    "sp_reduce_scatter_f64": (
-        lambda xs, r: sum(xs).chunk(len(xs), 1)[r],
-        lambda gs, r: torch.cat(gs, 1),
     ),
 }
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tutorial_lib.parallel_layers import comm, consistency, grads, parallel_state
-from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
 

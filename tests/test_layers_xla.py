@@ -13,8 +13,8 @@ from tutorial_lib.parallel_layers.layers import (
     RowParallelLinear,
 )
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
+from tutorial_lib.parallel_layers.marks import move_model_to_device
 from tutorial_lib.parallel_layers.sharding import partition_of
-from tutorial_lib.parallel_layers.utils import move_model_to_device
 
 from .pool import needs_xla
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
         whole = dict(gather_output=False, sequence_parallel_enabled=sp)
         part = dict(input_is_parallel=True, sequence_parallel_enabled=sp)
         self.embedding = ParallelEmbedding(
-            VOCABULARY, HIDDEN, pad=True, sequence_parallel_enabled=sp, sequence_dimension=0
+            VOCABULARY, HIDDEN, pad=True, sequence_parallel_enabled=sp
         )
         self.norm = RMSNorm(HIDDEN, sequence_parallel_enabled=sp)
         self.qkv = GQAQKVColumnParallelLinear(HIDDEN, [16, 8], kv_size_multiplier=copies, **whole)
@@ -44,7 +44,7 @@ class Model(nn.Module):
         q, k, v = self.qkv(self.norm(x))
         k, v = (t.repeat(1, 1, q.size(-1) // t.size(-1)) for t in (k, v))
         x = x + self.down(q * torch.sigmoid(k) + v)
-        loss = parallel_cross_entropy(self.head(x), target.t(), 0.1, vocab_size=VOCABULARY)
+        loss = parallel_cross_entropy(self.head(x), target.t())
         return loss.sum() / (target != -100).sum()
 
 

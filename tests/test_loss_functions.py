@@ -10,10 +10,7 @@ from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.layers import ColumnParallelLinear
-from tutorial_lib.parallel_layers.loss_functions import (
-    from_parallel_logits_to_logprobs,
-    parallel_cross_entropy,
-)
+from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 from .parity import assert_messages
@@ -38,37 +35,28 @@ def run(logits, target, cotangent=None, **options):
     return loss.detach(), first
 
 
-def grid(dtype):
+def check(dtype, shape, vocabulary, ignored):
     generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64).to(dtype)
+    target = torch.randint(vocabulary, shape, generator=generator)
+    if ignored:
+        target.view(-1)[::3] = -100
+    cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    loss, grad = run(logits, target, cotangent)
+    full = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(full.flatten(0, -2), target.flatten(), reduction="none").view(shape)
+    wanted.backward(cotangent)
     bound = 1e-10 if dtype is torch.float64 else 1e-5
+    assert loss.dtype is dtype and (loss - wanted).abs().max() <= bound
+    assert (grad - mine(full.grad)).abs().max() <= bound
+    assert torch.equal(loss, comm.all_reduce("max", loss)), "ranks disagree"
+
+
+def grid(dtype):
     for shape in ((7,), (3, 5), (2, 3, 4)):
         for vocabulary in (4, 12, 52):
-            for smoothing in (0.0, 0.1):
-                for ignored in (False, True):
-                    logits = (
-                        torch.randn(
-                            *shape, vocabulary, generator=generator, dtype=torch.float64
-                        ).to(dtype)
-                        * 3
-                    )
-                    target = torch.randint(vocabulary, shape, generator=generator)
-                    if ignored:
-                        target.view(-1)[::3] = -100
-                    cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(
-                        dtype
-                    )
-                    loss, grad = run(logits, target, cotangent, label_smoothing=smoothing)
-                    full = logits.clone().requires_grad_()
-                    wanted = F.cross_entropy(
-                        full.flatten(0, -2),
-                        target.flatten(),
-                        reduction="none",
-                        label_smoothing=smoothing,
-                    ).view(shape)
-                    wanted.backward(cotangent)
-                    assert loss.dtype is dtype and (loss - wanted).abs().max() <= bound
-                    assert (grad - mine(full.grad)).abs().max() <= bound
-                    assert torch.equal(loss, comm.all_reduce("max", loss)), "ranks disagree"
+            for ignored in (False, True):
+                check(dtype, shape, vocabulary, ignored)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -108,25 +96,6 @@ def test_targets_of_any_integer_dtype(ranks, dtype, target):  # in a byte −100
         torch.testing.assert_close(loss, expected)
 
 
-def ramp(scale, smoothing):
-    return run(scale * torch.arange(8.0)[None], torch.tensor([2]), label_smoothing=smoothing)
-
-
-def test_label_smoothing_is_over_the_whole_vocabulary(ranks):
-    for size in (1, 2):
-        for loss, _ in ranks(ramp, 1.0, 0.1, world_size=size, tp=size):
-            assert loss.item() == pytest.approx(5.308340, abs=1e-5)
-        assert ranks(ramp, 1.0, 0.0, world_size=size, tp=size)[0][0].item() == pytest.approx(
-            5.458340, abs=1e-5
-        )
-        for loss, grad in ranks(ramp, 1000.0, 0.1, world_size=size, tp=size):
-            assert (
-                loss.isfinite().all()
-                and grad.isfinite().all()
-                and loss.item() == pytest.approx(4850)
-            )
-
-
 def ignored_infinities():
     return run(torch.tensor([[0.0, math.inf, 0, 0], [0, 0, 0, 0]]), torch.tensor([-100, 1]))
 
@@ -139,7 +108,7 @@ def test_what_is_ignored_cannot_spoil_the_rest(ranks):
 
 
 def padded(vocabulary):
-    return run(torch.zeros(1, 8), torch.tensor([0]), vocab_size=vocabulary, label_smoothing=0.1)
+    return run(torch.zeros(1, 8), torch.tensor([0]), vocab_size=vocabulary)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 3, 8])
@@ -179,33 +148,6 @@ def memory_and_collectives():
 def test_keeps_no_second_tensor_of_that_size_and_exchanges_once(ranks):
     kept, collectives = ranks(memory_and_collectives, world_size=2, tp=2)[0]
     assert kept == [True] and collectives == [("all_gather", (1, 2, 6))]
-
-
-def logprobs(inference):
-    logits = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens = torch.arange(10).view(2, 5) % 8
-    local = mine(logits).clone().requires_grad_()
-    found = from_parallel_logits_to_logprobs(local, tokens, inference)
-    wanted = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    return (found.detach() - wanted).abs().max().item(), found.requires_grad
-
-
-def test_logprobs_of_the_next_token(ranks):
-    for inference in (True, False):
-        for error, grad in ranks(logprobs, inference, world_size=2, tp=2):
-            assert error <= 1e-10 and grad is not inference
-
-
-def padded_logprobs():
-    logits = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens = torch.tensor([[0, 4, 2, 3]])
-    found = from_parallel_logits_to_logprobs(mine(logits), tokens, vocab_size=5)
-    wanted = logits[..., :5].log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    return (found - wanted).abs().max().item()
-
-
-def test_padding_of_the_vocabulary_has_no_probability(ranks):
-    assert max(ranks(padded_logprobs, world_size=2, tp=2)) <= 1e-10
 
 
 def head(gather=True, bias=True):
@@ -273,7 +215,6 @@ BAD = {
         lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 3]), vocab_size=3), ("3",)
     ),
     "shape": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0])), ("(2,)", "(1,)")),
-    "smoothing": (lambda: parallel_cross_entropy(mine(torch.zeros(1, 4)), torch.tensor([0]), 1.5), ("1.5",)),
     "vocabulary": (
         lambda: parallel_cross_entropy(mine(torch.zeros(1, 4)), torch.tensor([0]), vocab_size=9), ("9", "4")
     ),

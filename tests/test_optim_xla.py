@@ -10,7 +10,7 @@ from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import grads, parallel_state, random
-from tutorial_lib.parallel_layers.utils import (
+from tutorial_lib.parallel_layers.marks import (
     move_model_to_device,
     set_tensor_model_parallel_attributes,
 )

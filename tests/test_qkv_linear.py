@@ -65,16 +65,12 @@ def attend(q, k, v):
 def full_tensors(model, pick):
     """The q, k, v and o of a parallel model under the plain model's names."""
     found = {}
+    query, key = model.qkv.output_sizes
     for kind in ("weight", "bias"):
-        if getattr(model.qkv, f"{kind}_qkv", None) is not None:
-            parameter = getattr(model.qkv, f"{kind}_qkv")
-            query, key = model.qkv.output_sizes
+        parameter = getattr(model.qkv, f"{kind}_qkv")
+        if parameter is not None:
             parts = whole(pick(parameter), parameter).split([query, key, key])
             found |= {f"{p}.{kind}": t for p, t in zip("qkv", parts)}
-        for part in "qkv":
-            if getattr(model.qkv, f"{kind}_{part}", None) is not None:
-                parameter = getattr(model.qkv, f"{kind}_{part}")
-                found[f"{part}.{kind}"] = whole(pick(parameter), parameter)
     found["o.weight"] = whole(pick(model.o.weight), model.o.weight)
     if model.o.bias is not None:
         found["o.bias"] = pick(model.o.bias)
@@ -133,14 +129,10 @@ def train(heads, kv_heads, bias, **options):
     if kv_heads < tp:
         for parameter in model.qkv.parameters():
             shared = getattr(parameter, "kv_shared_numel", 0)
-            assert (
-                shared
-                or parameter is model.qkv._parameters.get("weight_q")
-                or parameter is model.qkv.bias_q
-            )
+            assert shared > 0
             last = parameter.detach().flatten()[parameter.numel() - shared :]
             group = parallel_state.get_kv_shared_replica_groups()
-            assert shared == 0 or torch.equal(
+            assert torch.equal(
                 comm.all_reduce("max", last, group), comm.all_reduce("min", last, group)
             )
     clone = copy.deepcopy(model)
@@ -151,7 +143,6 @@ def train(heads, kv_heads, bias, **options):
 def grid(heads, kv_heads):
     for options in (
         {"gather_output": False},
-        {"gather_output": False, "fuse_qkv": False},
         {"gather_output": True},
         {"gather_output": False, "sequence_parallel_enabled": True},
     ):
@@ -203,6 +194,10 @@ BAD = {
     "gather and SP": (
         lambda: GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True),
         ("gather_output",),
+    ),
+    "three parameters": (
+        lambda: GQAQKVColumnParallelLinear(4, [8, 4], fuse_qkv=False),
+        ("fuse_qkv",),
     ),
     "features": (lambda: GQAQKVColumnParallelLinear(4, [8, 4])(torch.ones(2, 3)), ("(2, 3)", "4")),
 }

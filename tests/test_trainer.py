@@ -13,7 +13,7 @@ from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
 from tutorial_lib.parallel_layers.grads import main_grad
-from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
     initialize_parallel_model,
     initialize_parallel_optimizer,

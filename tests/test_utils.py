@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tutorial_lib.parallel_layers.utils import (
+from tutorial_lib.parallel_layers.marks import (
     KeepsParameterMarks,
     is_tensor_parallel,
     move_model_to_device,
-    param_is_not_tensor_parallel_duplicate,
     set_tensor_model_parallel_attributes,
 )
 
@@ -27,7 +26,7 @@ class Inner(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head, self.norm = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), Norm()
-        set_tensor_model_parallel_attributes(self.embed.weight, True, 0, 1, rank_ordering=[1, 0])
+        set_tensor_model_parallel_attributes(self.embed.weight, True, 0, 1)
         self.embed.weight.of_ones_own = "kept"
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.ones(2))
@@ -43,9 +42,7 @@ def build():
 def check(model):
     inner, weight = model["inner"], model["inner"].embed.weight
     assert inner.head.weight is weight and model["other"].weight is weight
-    assert (
-        is_tensor_parallel(weight) and weight.partition_dim == 0 and weight.rank_ordering == [1, 0]
-    )
+    assert is_tensor_parallel(weight) and weight.partition_dim == 0
     assert weight.of_ones_own == "kept"
     assert inner.norm.weight.sequence_parallel_enabled
     assert inner.norm.same_mask is inner.mask
@@ -91,15 +88,3 @@ def test_marks_survive_a_deep_copy_of_modules_that_ask_for_it():
         norm.bias, "sequence_parallel_enabled"
     )
     torch.testing.assert_close(norm(torch.arange(4.0)), nn.LayerNorm(4)(torch.arange(4.0)))
-
-
-def duplicates():
-    sharded, replicated = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    set_tensor_model_parallel_attributes(sharded, True, 0, 1)
-    return param_is_not_tensor_parallel_duplicate(sharded), param_is_not_tensor_parallel_duplicate(
-        replicated
-    )
-
-
-def test_one_rank_stands_for_a_replicated_parameter(ranks):
-    assert ranks(duplicates, world_size=2, tp=2) == [(True, True), (True, False)]

@@ -779,7 +779,7 @@ def train_library(backend):
     """Layers, gradients and optimizer of the library, with a Python number as the rate: the optimizer makes it data."""
     from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
     from tutorial_lib.parallel_layers import consistency, grads, layers, parallel_state
-    from tutorial_lib.parallel_layers.utils import move_model_to_device
+    from tutorial_lib.parallel_layers.marks import move_model_to_device
 
     torch.manual_seed(0)
     model = nn.Sequential(

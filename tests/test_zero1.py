@@ -12,7 +12,7 @@ from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.optimizer.shards import join_shards
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, grads, parallel_state
-from tutorial_lib.parallel_layers.utils import set_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
 

@@ -24,7 +24,8 @@ from tutorial_lib.modules.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.layer_norm import LayerNorm
 from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
-from tutorial_lib.parallel_layers.utils import KeepsParameterMarks, ensure_divisibility
+from tutorial_lib.parallel_layers.marks import KeepsParameterMarks
+from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .attention import CoreAttention, causal_mask
 from .base import ShardedModel

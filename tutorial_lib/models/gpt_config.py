@@ -2,8 +2,7 @@
 
 from transformers import GPT2Config
 
-from tutorial_lib.parallel_layers.pad import get_padded_vocab_size
-from tutorial_lib.parallel_layers.utils import ensure_divisibility
+from tutorial_lib.parallel_layers.utils import ensure_divisibility, padding_of
 
 VOCABULARY_MULTIPLE = 128  # of the rows of the vocabulary on each rank, as in Megatron-LM
 PRESETS = {
@@ -57,7 +56,7 @@ def feed_forward_size(config: GPT2Config) -> int:
 
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     """Rows of the embedding over all ranks: the next multiple of 128 on each."""
-    return get_padded_vocab_size(vocab_size, tp_size, VOCABULARY_MULTIPLE)
+    return vocab_size + padding_of(vocab_size, tp_size, VOCABULARY_MULTIPLE)
 
 
 def parameter_count(config: GPT2Config, tp_size: int) -> int:

@@ -1,7 +1,7 @@
-"""Parallel linear layers whose weight lies as in Hugging Face's `Conv1D`: `[in, out]`.
+"""Parallel linear layers whose weight is stored as in Hugging Face's `Conv1D`: `[in, out]`.
 
-GPT-2's checkpoints have it that way round. Only the storage differs: the full weight is drawn, cut,
-saved and exchanged as Hugging Face's is, and multiplied through a transposed view.
+GPT-2's checkpoints have it that way round. Only the storage differs: the full weight is drawn,
+sharded, saved and converted as Hugging Face's is, and multiplied through a transposed view.
 """
 
 from dataclasses import replace
@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from ..parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class _Transposed:
-    """Turns the weight of a parallel linear layer, and its cut, the other way round."""
+    """Turns the weight of a parallel linear layer, and its partition, the other way round."""
 
     def _declare(self, name, shape, partition=None, **marks):
         if name == "weight":
@@ -25,17 +25,15 @@ class _Transposed:
         return self.weight.t()
 
     def reset_parameters(self) -> None:
-        """The weight by `init_method`, fused matrices as one; a bias of zeros."""
+        """The weight by `init_method`, all its matrices as one; a bias of zeros."""
         self.draw_("weight", self.init_method)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class ColumnParallelConv1D(_Transposed, ColumnParallelLinear):
-    """`Y = X A + b`, `A` `[in, out]` with its columns cut over the ranks; see
-    `ColumnParallelLinear`.
-    """
+    """`Y = X A + b`, `A` `[in, out]` with its columns sharded; see `ColumnParallelLinear`."""
 
 
 class RowParallelConv1D(_Transposed, RowParallelLinear):
-    """`Y = X A + b`, `A` `[in, out]` with its rows cut over the ranks; see `RowParallelLinear`."""
+    """`Y = X A + b`, `A` `[in, out]` with its rows sharded; see `RowParallelLinear`."""

@@ -5,7 +5,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..parallel_layers.utils import KeepsParameterMarks
+from ..parallel_layers.marks import KeepsParameterMarks
 
 
 class _RMSNorm(Function):
@@ -13,9 +13,8 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        dims = tuple(range(-weight.dim(), 0))
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(exact.square().mean(dims, keepdim=True) + eps)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         return weight * (exact * scale).to(x.dtype)
 
@@ -23,70 +22,46 @@ class _RMSNorm(Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        dims = tuple(range(-weight.dim(), 0))
         normed = x.to(scale.dtype) * scale
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = (grad * normed.to(x.dtype)).to(scale.dtype).unsqueeze(0)
-            grad_weight = rows.flatten(0, -weight.dim() - 1).sum(0).to(weight.dtype)
+            grad_weight = rows.flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             towards = (grad * weight).to(scale.dtype)
-            along = (towards * normed).mean(dims, keepdim=True)
+            along = (towards * normed).mean(-1, keepdim=True)
             grad_x = ((towards - normed * along) * scale).to(x.dtype)
         return grad_x, grad_weight, None
 
 
-def manual_rms_norm(
-    input: torch.Tensor, normalized_shape: tuple[int, ...], weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """`weight · x / √(mean(x²) + eps)`, with the mean over the last dimensions.
+class RMSNorm(KeepsParameterMarks, nn.Module):
+    """`weight · x / √(mean(x²) + eps)` over the last dimension, `[…, H]`.
 
     The quotient is computed in float32 (float64 for such an input), rounded to the input's dtype
     and then multiplied by the weight, in this order, as Hugging Face's `LlamaRMSNorm` does it.
 
-    Raises:
-        ValueError: `normalized_shape` is not that of the weight, or not the input's last
-            dimensions.
-    """
-    shape = tuple(normalized_shape)
-    if tuple(weight.shape) != shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"normalized_shape {shape} does not fit an input of shape {tuple(input.shape)} "
-            f"and a weight of shape {tuple(weight.shape)}"
-        )
-    return _RMSNorm.apply(input, weight, eps)
-
-
-class RMSNorm(KeepsParameterMarks, nn.Module):
-    """Root mean square normalisation with a weight, marked `sequence_parallel_enabled`.
-
     Args:
-        normalized_shape: the last dimension, or dimensions, of the input.
+        normalized_shape: H, the size of the last dimension.
         eps: added to the mean of the squares.
-        sequence_parallel_enabled: the input is this rank's chunk of the sequence (see `LayerNorm`).
+        sequence_parallel_enabled: the input is this rank's shard of the sequence (see `LayerNorm`).
         device, dtype: of the weight.
-        elementwise_affine: has to be True, as there is no use for the other here.
+
+    Raises:
+        ValueError: an input of another last dimension.
     """
 
     def __init__(
         self,
-        normalized_shape: int | list[int] | torch.Size,
+        normalized_shape: int,
         eps: float = 1e-5,
         sequence_parallel_enabled: bool = False,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        elementwise_affine: bool = True,
     ):
         super().__init__()
-        if not elementwise_affine:
-            raise ValueError("elementwise_affine=False: this RMSNorm always has a weight")
-        shape = (
-            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        )
-        self.normalized_shape, self.eps = shape, eps
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
         self.weight.sequence_parallel_enabled = sequence_parallel_enabled
         self.reset_parameters()
 
@@ -94,7 +69,11 @@ class RMSNorm(KeepsParameterMarks, nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return manual_rms_norm(input, self.normalized_shape, self.weight, self.eps)
+        if input.shape[-1:] != self.weight.shape:
+            raise ValueError(
+                f"the input of shape {tuple(input.shape)} should have {len(self.weight)} features"
+            )
+        return _RMSNorm.apply(input, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}"
+        return f"{len(self.weight)}, eps={self.eps}"

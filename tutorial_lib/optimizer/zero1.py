@@ -21,7 +21,7 @@ from tutorial_lib.parallel_layers.grads import (
     get_grad_norm,
     main_grad,
 )
-from tutorial_lib.parallel_layers.utils import copy_tensor_model_parallel_attributes
+from tutorial_lib.parallel_layers.marks import copy_tensor_model_parallel_attributes
 
 from .shards import all_gather_into, reduce_scatter_mean, take_shard
 from .zero1_state import check_fits_on_all, complete_state, load_shards

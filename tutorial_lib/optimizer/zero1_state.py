@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tutorial_lib.parallel_layers import comm
-from tutorial_lib.parallel_layers.utils import TENSOR_PARALLEL_ATTRIBUTES
+from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
 
 from .shards import shard_length, take_shard
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from . import parallel_state
-from .utils import is_tensor_parallel
+from .marks import is_tensor_parallel
 
 
 def _digest(values: torch.Tensor) -> bytes:

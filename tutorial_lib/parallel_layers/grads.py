@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from . import comm, parallel_state
 from .buckets import all_reduce_bucketed
-from .utils import is_tensor_parallel
+from .marks import is_tensor_parallel
 
 
 def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

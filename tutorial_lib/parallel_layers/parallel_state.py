@@ -315,7 +315,7 @@ def get_expert_data_parallel_rank() -> int:
 
 
 def initialize_kv_group(
-    kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False
+    kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = True
 ) -> None:
     """Makes the groups of `arrange_kv_groups`; a second call with the same arguments keeps them.
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.grads import forget_main_grads
+from tutorial_lib.parallel_layers.marks import move_model_to_device
 from tutorial_lib.parallel_layers.sharded_module import materialize
-from tutorial_lib.parallel_layers.utils import move_model_to_device
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 from tutorial_lib.xla_model import xla_device
 

@@ -1,3 +1,3 @@
 """Where `neuronx_distributed` moves a model to a device."""
 
-from tutorial_lib.parallel_layers.utils import move_model_to_device as move_model_to_device
+from tutorial_lib.parallel_layers.marks import move_model_to_device as move_model_to_device
