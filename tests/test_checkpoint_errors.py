@@ -126,17 +126,11 @@ def load_optimizer_dict(folder):
     load_checkpoint(folder, model=Standin(), optimizer={})
 
 
-def load_pipeline(folder):
-    parallel_state.initialize_model_parallel(1, 2)
-    load_checkpoint(folder, model=Standin())
-
-
 @pytest.mark.parametrize(
     "function, words",
     [
         (load_dict, ["tensor-parallel size 2", "this run has 4", "give the model"]),
         (load_optimizer_dict, ["tensor-parallel size 2", "this run has 4", "give the optimizer"]),
-        (load_pipeline, ["pipeline-parallel size 1", "this run has 2"]),
     ],
 )
 def test_a_wrong_degree(ranks, tmp_path, function, words):

@@ -140,7 +140,7 @@ def test_pairs_forward_and_backward(ranks, name, size):
 
 
 def second_derivatives(name, x):
-    """Of Σ w x³, where each rank holds what `name` says of w and x: gradient, and gradient of its square."""
+    """The gradient of Σ w x³, where `name` says what each rank holds, and that of its square."""
     rank, size = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_size(),
@@ -269,6 +269,6 @@ def foreign_group():
     comm.all_reduce("sum", torch.ones(1), dist.new_group([0, 1]))
 
 
-def test_a_group_of_ones_own_has_to_be_registered(ranks):
-    with pytest.raises(ValueError, match="register_group"):
+def test_a_group_of_ones_own_is_refused(ranks):
+    with pytest.raises(ValueError, match="not a group of parallel_state"):
         ranks(foreign_group, world_size=2, tp=2)

@@ -106,10 +106,8 @@ def test_a_nan_on_any_rank_is_the_norm_on_all(ranks, bad, norm_type):
 
 
 def kv_norm():
-    parallel_state.initialize_kv_group(
-        2
-    )  # ranks 0 and 2 hold one key/value head, 1 and 3 the other
-    head = TP() % 2
+    parallel_state.initialize_kv_group(2)  # ranks 0, 1 hold one key/value head, 2, 3 the other
+    head = TP() // 2
     separate = [
         parameter([1.0 + TP()], sharded=True),
         parameter([10.0 * (1 + head)], sharded=True, kv_shared_numel=1),
@@ -264,40 +262,20 @@ def test_sequence_parallel_gradients_are_summed(ranks, attribute):
     ]
 
 
-def one_rank_lacks_a_share(kind):
-    tp = kind == "sequence"
-    parallel_state.initialize_model_parallel(*((2,) if tp else (1, 1, 2)))
-    rank = TP() if tp else parallel_state.get_context_model_parallel_rank()
+def one_rank_lacks_a_share():
     both, lacking = (parameter(g, sequence_parallel_enabled=True) for g in ([2.0], [4.0, 6.0]))
     wide = parameter([8.0], dtype=torch.bfloat16, sequence_parallel_enabled=True)
     wide.main_grad, wide.grad = wide.grad.float(), None
-    if rank == 1:
+    if TP() == 1:
         lacking.grad = wide.main_grad = None
     optimizer = torch.optim.SGD([lacking, wide, both], lr=1.0)
-    if tp:
-        grads.allreduce_sequence_parallel_gradients(optimizer)
-    else:
-        grads.allreduce_context_parallel_gradients(optimizer)
+    grads.allreduce_sequence_parallel_gradients(optimizer)
     return both.grad.tolist(), lacking.grad.tolist(), wide.main_grad.tolist()
 
 
-@pytest.mark.parametrize(
-    "kind, expected",
-    [("sequence", ([4.0], [4.0, 6.0], [8.0])), ("context", ([2.0], [2.0, 3.0], [4.0]))],
-)
-def test_a_gradient_that_one_rank_of_the_group_lacks_counts_as_zero(ranks, kind, expected):
-    assert ranks(one_rank_lacks_a_share, kind, world_size=2, tp=None) == [expected] * 2
-
-
-def context_parallel_average():
-    parallel_state.initialize_model_parallel(1, 1, 2)
-    p = parameter([2.0 + 4 * parallel_state.get_context_model_parallel_rank()])
-    grads.allreduce_context_parallel_gradients(torch.optim.SGD([p], lr=1.0))
-    return p.grad.item()
-
-
-def test_context_parallel_gradients_are_averaged(ranks):
-    assert ranks(context_parallel_average, world_size=2, tp=None) == [4.0, 4.0]
+def test_a_gradient_that_one_rank_of_the_group_lacks_counts_as_zero(ranks):
+    expected = [4.0], [4.0, 6.0], [8.0]
+    assert ranks(one_rank_lacks_a_share, world_size=2, tp=2) == [expected] * 2
 
 
 # --- replicated stays replicated ------------------------------------------------------------------
@@ -343,9 +321,9 @@ def kv_drift():
     parallel_state.initialize_kv_group(2)
     qkv = parameter([0.0, 0.0], sharded=True, kv_shared_numel=1)
     with torch.no_grad():
-        qkv[0], qkv[1] = TP(), TP() % 2
+        qkv[0], qkv[1] = TP(), TP() // 2
         before = consistency.find_drift([("qkv", qkv)])
-        if TP() == 2:
+        if TP() == 1:
             qkv[1] = 7
     return before, consistency.find_drift([("qkv", qkv)])
 
@@ -353,5 +331,5 @@ def kv_drift():
 def test_drift_within_a_kv_group_is_found(ranks):
     before, after = ranks(kv_drift, world_size=4, tp=4)[1]
     assert before == [] and after == [
-        "parameter 'qkv' on rank 2 differs from rank 0 of the same kv-parallel group"
+        "parameter 'qkv' on rank 1 differs from rank 0 of the same kv-parallel group"
     ]

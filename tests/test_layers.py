@@ -541,7 +541,7 @@ BAD = {
     ),
     "padding id": (lambda: ParallelEmbedding(4, 4, padding_idx=4), ("4",)),
 }
-# Sizes that fit by chance: only where the features come from tells that they are not what the layer takes.
+# Sizes that fit by chance: only their origin tells that the features are not what the layer takes.
 BY_CHANCE = {
     "a shard as the whole": (
         lambda: ColumnParallelLinear(4, 4)(

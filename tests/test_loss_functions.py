@@ -208,17 +208,18 @@ def test_gathered_logits_are_refused_on_all_ranks(ranks, size):
     assert_messages(ranks, __name__, "GATHERED", size=size)
 
 
+def bad(shape, target, **options):
+    return lambda: parallel_cross_entropy(mine(torch.zeros(shape)), torch.tensor(target), **options)
+
+
 BAD = {
-    "target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 4])), ("4",)),
-    "negative target": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, -1])), ("-1", "4")),
-    "padded target": (
-        lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0, 3]), vocab_size=3), ("3",)
-    ),
-    "shape": (lambda: parallel_cross_entropy(mine(torch.zeros(2, 4)), torch.tensor([0])), ("(2,)", "(1,)")),
-    "vocabulary": (
-        lambda: parallel_cross_entropy(mine(torch.zeros(1, 4)), torch.tensor([0]), vocab_size=9), ("9", "4")
-    ),
-}  # fmt: skip
+    "target": (bad((2, 4), [0, 4]), ("4",)),
+    "negative target": (bad((2, 4), [0, -1]), ("-1", "4")),
+    "padded target": (bad((2, 4), [0, 3], vocab_size=3), ("3",)),
+    "target that is not an id": (bad((2, 4), [0.0, 1.0]), ("float32",)),
+    "shape": (bad((2, 4), [0]), ("(2,)", "(1,)")),
+    "vocabulary": (bad((1, 4), [0], vocab_size=9), ("9", "4")),
+}
 
 
 @pytest.mark.parametrize("size", [1, 2])

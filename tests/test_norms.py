@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: equal to torch's and Hugging Face's, whole or by chunks of the sequence."""
+"""LayerNorm and RMSNorm: equal to torch's and Hugging Face's, also on shards of the sequence."""
 
 import copy
 

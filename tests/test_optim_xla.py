@@ -14,6 +14,7 @@ from tutorial_lib.parallel_layers.marks import (
     move_model_to_device,
     set_tensor_model_parallel_attributes,
 )
+from tutorial_lib.parallel_layers.recompute import checkpoint
 
 from .pool import needs_xla
 
@@ -119,7 +120,8 @@ def test_bfloat16_with_masters_stays_near_the_cpu(ranks):
 
 def masks():
     dropout, x = nn.Dropout(0.5), torch.ones(1000, device=xm.xla_device())
-    random.model_parallel_xla_manual_seed(7, data_parallel_offset=True)
+    random.model_parallel_xla_manual_seed(7)
+    random.separate_replicas()
     replicated = dropout(x)
     with random.get_xla_rng_tracker().fork():
         sharded = dropout(x)
@@ -169,7 +171,7 @@ def recompute(checkpointed):
             t = dropout(t)
         return dropout(torch.tanh(dense(t)))
 
-    y = random.checkpoint(block, x) if checkpointed else block(x)
+    y = checkpoint(block, x) if checkpointed else block(x)
     y.pow(2).sum().backward()
     after = torch.rand(3, device=device)
     xm.mark_step()

@@ -42,14 +42,12 @@ class Parallel(nn.Module):
     def __init__(self, heads, kv_heads, bias, **options):
         super().__init__()
         multiplier = max(parallel_state.get_tensor_model_parallel_size() // kv_heads, 1)
-        self.qkv = GQAQKVColumnParallelLinear(
-            HIDDEN, [heads * HEAD, kv_heads * HEAD], bias, dtype=torch.float64, kv_size_multiplier=multiplier,
-            head_dim=HEAD, **options,
-        )  # fmt: skip
-        self.o = RowParallelLinear(
-            heads * HEAD, HIDDEN, bias, input_is_parallel=not self.qkv.gather_output, dtype=torch.float64,
-            sequence_parallel_enabled=self.qkv.sequence_parallel_enabled,
-        )  # fmt: skip
+        sizes, common = [heads * HEAD, kv_heads * HEAD], dict(dtype=torch.float64)
+        common["sequence_parallel_enabled"] = options.pop("sequence_parallel_enabled", False)
+        options |= dict(kv_size_multiplier=multiplier, head_dim=HEAD)
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, sizes, bias, **options, **common)
+        parallel = not self.qkv.gather_output
+        self.o = RowParallelLinear(sizes[0], HIDDEN, bias, parallel, **common)
 
     def forward(self, x):
         return self.o(attend(*self.qkv(x)))

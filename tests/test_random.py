@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tutorial_lib.parallel_layers import random
+from tutorial_lib.parallel_layers.recompute import checkpoint
 
 
 def masks():
-    random.model_parallel_xla_manual_seed(1234, data_parallel_offset=True)
+    random.model_parallel_xla_manual_seed(1234)
+    random.separate_replicas()
     dropout, x = nn.Dropout(0.5), torch.ones(1000)
     replicated = dropout(x)
     with random.get_xla_rng_tracker().fork():
@@ -87,72 +89,44 @@ def test_all_ranks_build_the_same_weights(ranks):
     assert all(torch.equal(w, found[0]) for w in found)
 
 
-def misuse(which):
-    tracker = random.XLARNGStatesTracker()
-    tracker.add("a", 1)
-    if which == "name":
-        tracker.add("a", 2)
-    elif which == "seed":
-        tracker.add("b", 1)
-    with tracker.fork("c"):
-        pass
-
-
-@pytest.mark.parametrize(
-    "which, message", [("name", "'a'"), ("seed", "seed 1"), ("fork", "'c'.*'a'")]
-)
-def test_streams_are_unique_and_known(which, message):
-    with pytest.raises(ValueError, match=message):
-        misuse(which)
+def test_a_fork_needs_its_stream():
+    with pytest.raises(ValueError, match="model_parallel_xla_manual_seed"):
+        with random.XLARNGStatesTracker().fork():
+            pass
 
 
 def test_a_fork_leaves_the_default_stream_and_goes_on_with_its_own():
     tracker = random.XLARNGStatesTracker()
-    tracker.add("a", 1)
+    tracker.start(1)
     torch.manual_seed(0)
     expected = torch.rand(2)
     torch.manual_seed(0)
-    with tracker.fork("a"):
+    with tracker.fork():
         first = torch.rand(2)
     assert torch.equal(torch.rand(2), expected)
     states = tracker.get_states()
-    with tracker.fork("a"):
+    with tracker.fork():
         second = torch.rand(2)
     assert not torch.equal(first, second)
     tracker.set_states(states)
-    with pytest.raises(ZeroDivisionError), tracker.fork("a"):
+    with pytest.raises(RuntimeError), tracker.fork():
         assert torch.equal(torch.rand(2), second)
-        1 / 0
-    tracker.reset()
-    assert tracker.get_states() == {}
+        raise RuntimeError
 
 
-def test_forks_in_each_other_draw_no_number_twice():
-    def draw(name):
-        with tracker.fork(name):
-            return torch.rand(2)
-
+def test_a_fork_within_a_fork_draws_no_number_twice():
     tracker = random.XLARNGStatesTracker()
-    for name, seed in (("a", 1), ("b", 2)):
-        tracker.add(name, seed)
+    tracker.start(1)
     start = tracker.get_states()
-    expected = {name: [draw(name) for _ in range(3)] for name in ("a", "b")}
+    with tracker.fork():
+        expected = torch.rand(8)
     tracker.set_states(start)
-    torch.manual_seed(0)
-    found = {"a": [], "b": []}
-    with tracker.fork("a"):
-        found["a"].append(torch.rand(2))
-        with tracker.fork("b"):
-            found["b"].append(torch.rand(2))
-            found["a"].append(draw("a"))
-            found["b"].append(torch.rand(2))
-        found["a"].append(draw("a"))
-    found["b"].append(draw("b"))
-    after = torch.rand(2)
-    torch.manual_seed(0)
-    assert torch.equal(after, torch.rand(2))
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+    with tracker.fork():
+        found = [torch.rand(4)]
+        with tracker.fork():
+            found.append(torch.rand(2))
+        found.append(torch.rand(2))
+    assert torch.equal(torch.cat(found), expected)
 
 
 def test_states_are_on_the_host_whatever_the_default_device():
@@ -165,7 +139,7 @@ def test_states_are_on_the_host_whatever_the_default_device():
 
 def test_a_retained_graph_is_recomputed_alike():
     model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-    y = random.checkpoint(lambda x: F.dropout(torch.tanh(model(x)), 0.5), x).sum()
+    y = checkpoint(lambda x: F.dropout(torch.tanh(model(x)), 0.5), x).sum()
     y.backward(retain_graph=True)
     once, before = x.grad.clone(), torch.get_rng_state()
     y.backward()
@@ -176,7 +150,7 @@ def recompute_in_a_fork(checkpointed):
     random.model_parallel_xla_manual_seed(5)
     block, x = Block(), torch.randn(4, 8, requires_grad=True)
     with random.get_xla_rng_tracker().fork():
-        y = random.checkpoint(block, x) if checkpointed else block(x)
+        y = checkpoint(block, x) if checkpointed else block(x)
     y.pow(2).sum().backward()
     return y.detach(), x.grad
 
@@ -200,11 +174,11 @@ class Block(nn.Module):
 
 
 def recompute(checkpointed):
-    random.model_parallel_xla_manual_seed(5, data_parallel_offset=True)
+    random.model_parallel_xla_manual_seed(5)
     model, x = nn.Sequential(Block(), Block()), torch.randn(4, 8, requires_grad=True)
     y = x
     for block in model:
-        y = random.checkpoint(block, y) if checkpointed else block(y)
+        y = checkpoint(block, y) if checkpointed else block(y)
     loss = y.pow(2).sum()
     loss.backward()
     with random.get_xla_rng_tracker().fork():

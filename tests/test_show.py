@@ -13,7 +13,7 @@ import torch
 from tutorial_lib.lab import show
 from tutorial_lib.lab.show.exercises import verdict
 from tutorial_lib.parallel_layers import comm
-from tutorial_lib.parallel_layers.traffic import bytes_sent
+from tutorial_lib.parallel_layers.recording import bytes_sent
 from tutorial_lib.training.metrics import Metric, TrainingMetrics
 
 

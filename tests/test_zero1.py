@@ -421,7 +421,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks, world_size, tp, order):
     assert info[0] == {
         "name": "five", "shape": [5], "padding": 1, "dtype": "bfloat16",
         "tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1,
-        "num_partitions": -1, "rank_ordering": None,
+        "num_partitions": -1,
     }  # fmt: skip
 
 

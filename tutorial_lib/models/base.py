@@ -8,7 +8,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.random import checkpoint
+from tutorial_lib.parallel_layers.recompute import checkpoint
 
 KERNELS = ("eager", "sdpa")  # the attention of Hugging Face that takes the masks made here
 

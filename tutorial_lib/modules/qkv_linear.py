@@ -140,7 +140,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
 
 
 def _check_heads(query: int, key: int, parts: int, multiplier: int, head_dim: int) -> None:
-    """Raises ValueError unless every rank holds whole heads, and each query head's key/value head."""
+    """Raises ValueError unless each rank has whole heads, and each query head's key/value head."""
     for name, size in (("query", query), ("key/value", key)):
         ensure_divisibility(size, head_dim, f"{name} features over head_dim")
     heads, kv_heads = query // head_dim, key // head_dim
@@ -151,6 +151,7 @@ def _check_heads(query: int, key: int, parts: int, multiplier: int, head_dim: in
     )
     if multiplier > 1 and kv_heads * multiplier != parts:
         raise ValueError(
-            f"{kv_heads} key/value heads × kv_size_multiplier {multiplier} give {kv_heads * multiplier // parts} "
-            f"on each of {parts} ranks, and query heads pair with theirs only where that is 1"
+            f"{kv_heads} key/value heads × kv_size_multiplier {multiplier} give "
+            f"{kv_heads * multiplier // parts} on each of {parts} ranks, and query heads pair with "
+            "theirs only where that is 1"
         )

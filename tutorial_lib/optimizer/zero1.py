@@ -95,7 +95,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.max_norm = 1.0 if max_norm is None else max_norm
         if not self.max_norm > 0:
             raise ValueError(f"max_norm {max_norm} is not above 0")
-        self.sharding_groups = sharding_groups or parallel_state.get_zero1_sharding_groups()
+        self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
         self.optimizer_class, self.optimizer_dtype = optimizer_class, optimizer_dtype
         self.grad_clipping = grad_clipping

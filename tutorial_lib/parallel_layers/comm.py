@@ -1,83 +1,29 @@
 """The collectives, each a pure function: no input is modified, on any backend.
 
-Where a tensor lives decides how it travels: host and CUDA tensors go through `torch.distributed`
+The device of a tensor decides how it is sent: host and CUDA tensors go through `torch.distributed`
 (gloo, NCCL) at once; XLA tensors are traced into the graph with their replica groups, as a compiler
-for Trainium needs them; tensors on the meta device, which hold no values, do not travel, and the
-result has the right shape (`tutorial_lib.lab.plan.dry_run`). Names are those of
-`neuronx_distributed.parallel_layers.comm`, whose functions write into their arguments: so there is
-no `output` here, no list of tensors, and no `shard_count` or `pin_layout`, which follow from the
-group.
+for Trainium needs them; tensors on the meta device, which hold no values, are not sent, and the
+result has the right shape (so the planner's dry run works). Names are those of
+`neuronx_distributed.parallel_layers.comm`, whose functions write into their arguments; these do not
+take an `output`, a list of tensors, or `shard_count` and `pin_layout`, which follow from the group.
 """
 
 import builtins
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from . import parallel_state
+from .recording import Collective as Collective
+from .recording import count as count
+from .recording import note
+from .recording import record as record
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 Groups = dist.ProcessGroup | parallel_state.ReplicaGroups | None
 _LARGE = 1 << 18  # bytes from which an all-gather on gloo is faster as broadcasts
-
-
-class Collective(NamedTuple):
-    """One collective that this rank took part in."""
-
-    kind: str  # all_reduce, all_gather, reduce_scatter, broadcast
-    group_size: int
-    shape: tuple[int, ...]  # of the input on this rank
-    dtype: torch.dtype
-    axis: str  # of the mesh that the group lies on: tp, dp, …
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the input on this rank."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that a rank sends in the bandwidth-optimal (ring) algorithm (Thakur et al., 2005),
-        as the ranks' mean.
-        """
-        n = self.group_size
-        part = (n - 1) / n
-        factor = {
-            "all_reduce": 2 * part,
-            "reduce_scatter": part,
-            "all_gather": n - 1,
-            "broadcast": part,
-        }
-        return factor[self.kind] * self.nbytes
-
-
-_records: list[list[Collective]] = []
-
-
-@contextmanager
-def record() -> Iterator[list[Collective]]:
-    """Lists every collective that runs (or, on XLA, is traced) inside the block, in order."""
-    log: list[Collective] = []
-    _records.append(log)
-    try:
-        yield log
-    finally:
-        _records.remove(log)
-
-
-def count(log: list[Collective]) -> Counter:
-    """How often each `(kind, group size)` occurs in a log of `record`."""
-    return Counter((c.kind, c.group_size) for c in log)
-
-
-def _note(kind: str, axis, tensor: torch.Tensor) -> None:
-    for log in _records:
-        log.append(Collective(kind, axis.size, tuple(tensor.shape), tensor.dtype, axis.name))
 
 
 def _dimension(tensor: torch.Tensor, dim: int) -> int:
@@ -125,7 +71,7 @@ def all_reduce_start(
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor if reuse else tensor.clone())
-    _note("all_reduce", axis, tensor)
+    note("all_reduce", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -143,9 +89,10 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
     """The sum (`max`, `min`) of `tensor` over the group, bitwise equal on all its ranks.
 
     Args:
-        op_type: `sum`, `max` or `min`. Of the last two it is the backend that decides whether a NaN shows.
+        op_type: `sum`, `max` or `min`. For the last two, NaN propagation depends on the backend.
         tensor: the same shape on every rank.
-        groups: a process group of `parallel_state` or its replica groups; by default the tensor-parallel one.
+        groups: a process group of `parallel_state` or its replica groups; by default the
+            tensor-parallel one.
 
     Raises:
         ValueError: an unknown `op_type` or group.
@@ -159,7 +106,7 @@ def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) 
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
         return Pending(tensor.clone())
-    _note("all_gather", axis, tensor)
+    note("all_gather", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -178,7 +125,7 @@ def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) 
 
 
 def _all_gather_of_gloo(gathered: torch.Tensor, tensor: torch.Tensor, axis) -> list[dist.Work]:
-    """One broadcast from each rank, all at once: gloo's own all-gather takes twice as long for large tensors."""
+    """One broadcast from each rank, all at once: for large tensors twice as fast as gloo's own."""
     chunks = gathered.chunk(axis.size)
     chunks[axis.rank].copy_(tensor)
     return [
@@ -196,7 +143,7 @@ def all_gather(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> tor
         groups: as for `all_reduce`.
 
     Raises:
-        ValueError: an unknown group, or a dimension that the tensor has not.
+        ValueError: an unknown group, or a dimension that the tensor does not have.
     """
     return all_gather_start(tensor, dim, groups).wait()
 
@@ -224,7 +171,7 @@ def reduce_scatter_start(
         )
     if axis.size == 1:
         return Pending(tensor * scale if scale != 1.0 else tensor if reuse else tensor.clone())
-    _note("reduce_scatter", axis, tensor)
+    note("reduce_scatter", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -241,10 +188,10 @@ def reduce_scatter_start(
         )
     if tensor.is_meta:
         return Pending(_resized(tensor, scatter_dim, tensor.size(scatter_dim) // axis.size))
-    # The chunks have to lie one behind the other.
+    # The chunks have to be contiguous.
     source = tensor.movedim(scatter_dim, 0).contiguous()
     if tensor.device.type == "cpu":
-        # Each rank is sent its chunk and combines what arrives: gloo itself reduces all chunks on all ranks.
+        # Each rank receives its chunk from all and combines them: gloo reduces all on all ranks.
         received = torch.empty_like(source)
         works = [dist.all_to_all_single(received, source, group=axis.group, async_op=True)]
     else:
@@ -296,12 +243,12 @@ def reduce_scatter(
         reduce_type: `sum`, `max` or `min`.
         tensor: the same shape on every rank.
         scale: factor on the result.
-        scatter_dim: the dimension that is cut; the group's size has to divide it.
+        scatter_dim: the dimension that is sharded; the group's size has to divide it.
         groups: as for `all_reduce`.
 
     Raises:
-        ValueError: an unknown `reduce_type` or group, or a dimension that is not there or does not
-            divide, with the numbers.
+        ValueError: an unknown `reduce_type` or group, or a dimension that does not exist or is not
+            divisible, with the numbers.
     """
     return reduce_scatter_start(reduce_type, tensor, scale, scatter_dim, groups).wait()
 
@@ -316,13 +263,13 @@ def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torc
     """
     tensor, axis = tensor.detach(), parallel_state.axis_of(groups)
     if not 0 <= src < axis.size:
-        raise ValueError(f"src {src} is no place in a group of {axis.size}")
+        raise ValueError(f"src {src} is not a place in a group of {axis.size}")
     if axis.size == 1:
         return tensor.clone()
     if tensor.device.type == "xla":
         # A sum of one tensor and zeros: an operation that every compiler has.
         return all_reduce("sum", tensor if axis.rank == src else torch.zeros_like(tensor), groups)
-    _note("broadcast", axis, tensor)
+    note("broadcast", axis, tensor)
     result = tensor.clone(memory_format=torch.contiguous_format)
     if tensor.is_meta:
         return result
@@ -338,13 +285,15 @@ def barrier(groups: Groups = None) -> None:
 
 
 def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
-    """Raises on every rank of the group if any rank passes an error: its own where it has one, else the first peer's.
+    """Raises on every rank of the group if any rank passes an error: its own where it has one, else
+    the first peer's.
 
-    Call it on all ranks at a point that all reach, so that none waits for one that has failed. Host-side.
+    Call it on all ranks at a point that all reach, so that none waits for one that has failed.
+    Host-side.
 
     Raises:
-        Exception: of the type that the failing rank passed if that is a built-in one made of a message, else
-            RuntimeError.
+        Exception: of the type that the failing rank passed if that is a built-in one made of a
+            message, else RuntimeError.
     """
     axis = parallel_state.axis_of(groups)
     mine = None if error is None else (type(error).__name__, str(error))
@@ -359,7 +308,7 @@ def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
 
 
 def _error(kind: object, message: str) -> Exception:
-    """An error of a type that another rank's has, where a message is all that it takes (unlike UnicodeDecodeError)."""
+    """An error of another rank's type, if a message makes one (unlike UnicodeDecodeError)."""
     if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(TypeError):
             return kind(message)

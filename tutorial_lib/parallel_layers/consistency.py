@@ -15,13 +15,6 @@ def _digest(values: torch.Tensor) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _ranks_by_value(ranks: list[int], digests: list[dict], key) -> dict[bytes, list[int]]:
-    found: dict[bytes, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(digests[rank].get(key), []).append(rank)
-    return found
-
-
 def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Compares every parameter on all ranks that share it; empty if all agree, bit for bit.
 
@@ -33,42 +26,42 @@ def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]])
         A sentence for each parameter and group that disagrees, with the ranks that differ from the
         majority (from the lowest rank, where there is none). The same on every rank.
     """
-    named = (
-        named_parameters.named_parameters()
-        if isinstance(named_parameters, nn.Module)
-        else named_parameters
-    )
-    mine: dict[tuple[str, str], bytes] = {}
-    for name, parameter in named:
-        values = (
-            parameter.detach().cpu()
-        )  # before it is cut: where work is traced, each shape would be compiled
-        mine[name, "data"] = _digest(values)
+    if isinstance(named_parameters, nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    mine: dict[str, dict[str, bytes]] = {"data": {}, "tensor": {}, "kv": {}}
+    for name, parameter in named_parameters:
+        values = parameter.detach().cpu()  # whole: where work is traced, each shape is compiled
+        mine["data"][name] = _digest(values)
         if not is_tensor_parallel(parameter):
-            mine[name, "tensor"] = mine[name, "data"]
-        elif getattr(parameter, "kv_shared_numel", 0):
-            mine[name, "kv"] = _digest(values.reshape(-1)[-parameter.kv_shared_numel :])
+            mine["tensor"][name] = mine["data"][name]
+        elif shared := getattr(parameter, "kv_shared_numel", 0):
+            mine["kv"][name] = _digest(values.reshape(-1)[-shared:])
     digests = parallel_state.gather_python_object(mine, parallel_state.get_world_group())
     groups = {
-        "data": parallel_state.get_zero1_sharding_groups(),
+        "data": parallel_state.get_data_parallel_replica_groups(),
         "tensor": parallel_state.get_tensor_model_parallel_replica_groups(),
     }
-    if any(axis == "kv" for known in digests for _, axis in known):
+    if any(known["kv"] for known in digests):
         groups["kv"] = parallel_state.get_kv_shared_replica_groups()
-    drifted = []
-    for axis, replica_groups in groups.items():
-        for ranks in replica_groups:
-            for name in {n: None for rank in ranks for n, a in digests[rank] if a == axis}:
-                found = _ranks_by_value(ranks, digests, (name, axis))
-                if len(found) > 1:
-                    right = max(found.values(), key=len)
-                    wrong = [rank for rank in ranks if rank not in right]
-                    wrong, right = (", ".join(map(str, some)) for some in (wrong, right))
-                    drifted.append(
-                        f"parameter {name!r} on rank {wrong} differs from rank {right} of the same "
-                        f"{axis}-parallel group"
-                    )
-    return drifted
+    return [
+        f"parameter {name!r} on rank {wrong} differs from rank {right} of the same "
+        f"{axis}-parallel group"
+        for axis, replica_groups in groups.items()
+        for ranks in replica_groups
+        for name, right, wrong in _disagreements({rank: digests[rank][axis] for rank in ranks})
+    ]
+
+
+def _disagreements(digests: dict[int, dict[str, bytes]]) -> Iterable[tuple[str, str, str]]:
+    """The names whose digests differ between ranks, with the ranks that are right and wrong."""
+    for name in {name: None for known in digests.values() for name in known}:
+        found: dict[bytes | None, list[int]] = {}
+        for rank, known in digests.items():
+            found.setdefault(known.get(name), []).append(rank)
+        if len(found) > 1:
+            right = max(found.values(), key=len)
+            wrong = [rank for rank in digests if rank not in right]
+            yield name, ", ".join(map(str, right)), ", ".join(map(str, wrong))
 
 
 def check_replicated(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:

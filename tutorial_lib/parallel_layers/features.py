@@ -45,7 +45,7 @@ def noted_features(x: torch.Tensor) -> Features | None:
 
 
 def holds_shard(x: torch.Tensor) -> bool | None:
-    """True if the features of `x` are one rank's shard, False if they are whole, None if unknown."""
+    """True if the features of `x` are one rank's shard, False if they are all, None if unknown."""
     noted = noted_features(x)
     if noted is None:
         return None

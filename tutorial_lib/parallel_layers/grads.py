@@ -27,7 +27,6 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.T
 
 def bucket_allreduce_gradients(
     grads_list: Iterable[torch.Tensor],
-    reduce_over_ep_group: bool = False,
     *,
     groups: comm.Groups = None,
     bucket_cap_mb: float | None = None,
@@ -38,17 +37,11 @@ def bucket_allreduce_gradients(
     Args:
         grads_list: the same on every replica; see `fill_missing_gradients` where one of them may
             lack a gradient.
-        reduce_over_ep_group: average over the expert-data-parallel group, for the gradients of
-            experts.
-        groups: the replicas; by default all ranks that hold the same weights (data and context
-            parallel).
+        groups: the replicas; by default the data-parallel group.
         bucket_cap_mb: size of one all-reduce, see `buckets_of`.
         reduce_dtype: e.g. float32, to average bfloat16 gradients with one rounding.
     """
-    if groups is None:
-        groups = parallel_state.get_zero1_sharding_groups()
-        if reduce_over_ep_group:
-            groups = parallel_state.get_expert_data_parallel_group()
+    groups = groups or parallel_state.get_data_parallel_replica_groups()
     size = parallel_state.axis_of(groups).size
     # Backward makes the last layer's gradients first.
     all_reduce_bucketed(list(grads_list)[::-1], groups, 1.0 / size, bucket_cap_mb, reduce_dtype)
@@ -104,19 +97,10 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
     """
     parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
     marked = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
-    groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
+    groups = parallel_state.get_tensor_model_parallel_replica_groups()
     if marked:
         fill_missing_gradients(marked, groups)
     all_reduce_bucketed([main_grad(p) for p in marked if main_grad(p) is not None], groups)
-
-
-def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Averages all gradients over the context-parallel group, in place."""
-    parameters = _distinct(p for group in optimizer.param_groups for p in group["params"])
-    groups = parallel_state.get_context_model_parallel_group(as_list=True)
-    fill_missing_gradients(parameters, groups)
-    grads = [main_grad(p) for p in parameters if main_grad(p) is not None]
-    all_reduce_bucketed(grads, groups, 1.0 / parallel_state.get_context_model_parallel_size())
 
 
 # --- norm and clipping ----------------------------------------------------------------------------
@@ -165,7 +149,7 @@ def get_grad_norm(
 
     A sharded parameter counts on each tensor-parallel rank, a replicated one once, one shared by a
     kv group once in that group, a tied one once, and one marked `shared` or without a gradient not
-    at all. Summed over the tensor- and pipeline-parallel groups; over data parallel the gradients
+    at all. Summed over the tensor-parallel group; over data parallel the gradients
     are taken to be averaged already.
 
     Args:
@@ -173,7 +157,7 @@ def get_grad_norm(
         norm_type: p of the p-norm; `inf` for the largest magnitude.
         zero1_optimizer: `parameters` are shards of ZeRO-1, so sum over those who hold the other
             shards too.
-        zero1_optimizer_groups: who they are; by default data and context parallel.
+        zero1_optimizer_groups: who they are; by default the data-parallel group.
         force_spmd: count a replicated parameter as 1/T on each rank, the same program everywhere;
             otherwise whole, on rank 0 alone.
 
@@ -209,12 +193,9 @@ def get_grad_norm(
     else:
         norms = torch.zeros(1, dtype=dtype, device=parameters[0].device if parameters else "cpu")
         shares = [1.0]
-    groups = [
-        parallel_state.get_tensor_model_parallel_group(as_list=True),
-        parallel_state.get_pipeline_model_parallel_group(as_list=True),
-    ]
+    groups = [parallel_state.get_tensor_model_parallel_replica_groups()]
     if zero1_optimizer:
-        groups.append(zero1_optimizer_groups or parallel_state.get_zero1_sharding_groups())
+        groups.append(zero1_optimizer_groups or parallel_state.get_data_parallel_replica_groups())
     if math.isinf(norm_type):
         total = norms.max()
         for group in groups:  # gathered, as a NaN is lost in gloo's maximum

@@ -20,7 +20,7 @@ from . import comm, parallel_state
 
 
 def _summed(tensor: torch.Tensor, sequence_parallel: bool) -> comm.Pending:
-    """Begins the sum over the ranks: of all of `tensor`, or of this rank's shard of the sequence."""
+    """Begins the sum over the ranks, of which this rank keeps all or its shard of the sequence."""
     exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     start = comm.reduce_scatter_start if sequence_parallel else comm.all_reduce_start
     return start("sum", exact, reuse=True)

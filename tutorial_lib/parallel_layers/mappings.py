@@ -136,7 +136,9 @@ def scatter_to_sequence_parallel_region(
 def gather_from_sequence_parallel_region(
     x: torch.Tensor, sequence_dimension: int = 0, to_model_parallel: bool = True
 ) -> torch.Tensor:
-    """forward: all-gather along the sequence / backward: reduce-scatter [keep this rank's chunk]."""
+    """forward: all-gather along the sequence / backward: reduce-scatter, or keep this rank's chunk
+    if not `to_model_parallel`.
+    """
     region = _GatherToShardedRegion if to_model_parallel else _GatherFromRegion
     return _apply(region, x, sequence_dimension)
 

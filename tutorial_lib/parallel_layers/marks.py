@@ -18,7 +18,7 @@ TENSOR_PARALLEL_ATTRIBUTES = {
 }
 PARAMETER_MARKS = (
     *TENSOR_PARALLEL_ATTRIBUTES,
-    "sequence_parallel_enabled",  # its gradient is of a shard of the sequence: summed over the ranks
+    "sequence_parallel_enabled",  # its gradient is of a shard of the sequence, to be summed
     "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
     # How it is sharded, where the marks above do not say it all (`sharding.Partition`).
     "pad_size",  # zeros behind each of its matrices

@@ -1,33 +1,39 @@
-"""Which ranks work together: the mesh of ranks, its axes, and the process group of this rank along each axis.
+"""Which ranks work together: the mesh of tensor-parallel and data-parallel ranks, and the process
+group of this rank along each axis.
 
-Names and layout are those of `neuronx_distributed.parallel_layers.parallel_state`; sizes are checked, never clamped.
+Names and layout are those of `neuronx_distributed.parallel_layers.parallel_state`; sizes are
+checked, never clamped. There is no pipeline, context or expert parallelism, as the tutorials teach
+none: these sizes are 1.
 
-On every backend a group is a `torch.distributed.ProcessGroup` (on `xla` a gloo one, for what the host exchanges), and
-`as_list=True` gives its replica groups: the list of all groups along that axis, which a traced collective carries.
+On every backend a group is a `torch.distributed.ProcessGroup` (on `xla` a gloo one, for what the
+hosts exchange), and `as_list=True` gives its replica groups: the list of all groups along that
+axis, which a traced collective carries.
 """
 
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .rank_layout import (
-    ParallelGroups,
-    ReplicaGroups,
-    arrange_kv_groups,
-    layout,
-    same_weight_groups,
-)
+from .utils import divide, ensure_positive
 
-_MESH_AXES = ("tp", "dp", "pp", "ep_model", "ep_data", "cp")
+ReplicaGroups = list[list[int]]
+
+
+class ParallelGroups(NamedTuple):
+    """The groups along each axis, as lists of ranks."""
+
+    tp_groups: ReplicaGroups
+    dp_groups: ReplicaGroups
 
 
 @dataclass(frozen=True)
 class _Axis:
     """One axis of the mesh as this rank sees it."""
 
-    name: str  # that it was made under; another name may stand for the same axis
+    name: str
     replica_groups: ReplicaGroups
     ranks: list[int]  # the group that this rank is in
     group: ProcessGroup
@@ -42,6 +48,25 @@ _axes: dict[str, _Axis] = {}
 _world: ProcessGroup | None = None  # the world that the axes were made in
 
 
+def layout(world_size: int, tensor_model_parallel_size: int = 1) -> ParallelGroups:
+    """The groups of ranks along both axes. Pure arithmetic, for any world size.
+
+    The ranks `0 … W-1` are laid out row by row as `[DP, TP]`: those of a tensor-parallel group are
+    neighbours, which on Trainium share a chip.
+
+    Raises:
+        ValueError: a size that is not a positive integer, or one that does not divide `world_size`.
+    """
+    tp = tensor_model_parallel_size
+    ensure_positive(world_size=world_size, tensor_model_parallel_size=tp)
+    what = f"world size {world_size} over tensor_model_parallel_size {tp}"
+    dp = divide(world_size, tp, what)
+    return ParallelGroups(
+        tp_groups=[[row * tp + column for column in range(tp)] for row in range(dp)],
+        dp_groups=[[row * tp + column for row in range(dp)] for column in range(tp)],
+    )
+
+
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -50,54 +75,51 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     lnc_size: int = 1,
     mesh_only: bool = False,
-    *,
-    trn1_tp4_ring: int | None = None,
 ) -> ParallelGroups | None:
-    """Builds the groups of every axis. Every rank calls it; a second call builds them anew.
+    """Builds the groups of both axes. Every rank calls it; a second call builds them anew.
 
     Args:
-        tensor_model_parallel_size, pipeline_model_parallel_size: ranks along these axes.
-        context_parallel_size, expert_model_parallel_size: likewise. What they leave of the world is
-            data parallel.
-        skip_collective_init, lnc_size: accepted for the vendor's library's sake; nothing here depends on them.
+        tensor_model_parallel_size: T; what it leaves of the world is data parallel.
+        pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: 1.
+        skip_collective_init, lnc_size: accepted, as the vendor's library has them; nothing here
+            depends on them.
         mesh_only: return the groups as lists of ranks and create nothing.
-        trn1_tp4_ring: see `layout`.
 
     Returns:
         The groups with `mesh_only`, else None.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
-        ValueError: the sizes do not fit the world (`layout`); on every rank.
+        ValueError: the sizes do not fit the world (`layout`), or one that has to be 1 is not; on
+            every rank.
     """
     global _world
     if not dist.is_initialized():
         raise RuntimeError(
-            "call torch.distributed.init_process_group (or tutorial_lib.backends.init_distributed) first"
+            "call torch.distributed.init_process_group (or tutorial_lib.backends.init_distributed) "
+            "first"
         )
-    groups = layout(
-        dist.get_world_size(),
-        tensor_model_parallel_size,
-        pipeline_model_parallel_size,
-        context_parallel_size,
-        expert_model_parallel_size,
-        trn1_tp4_ring,
-    )
+    others = {
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "expert_model_parallel_size": expert_model_parallel_size,
+    }
+    for name, size in others.items():
+        if size != 1:
+            raise ValueError(f"{name} {size!r} is not supported, only 1")
+    groups = layout(dist.get_world_size(), tensor_model_parallel_size)
     if mesh_only:
         return groups
     destroy_model_parallel()
     _world = dist.group.WORLD
-    for name, replica_groups in zip(_MESH_AXES, groups):
-        _add_axis(name, replica_groups)
-    if context_parallel_size == 1:
-        _axes["zero1"] = _axes["dp"]
-    else:
-        _add_axis("zero1", same_weight_groups(groups))
+    _add_axis("tp", groups.tp_groups)
+    _add_axis("dp", groups.dp_groups)
     _add_axis("world", [list(range(dist.get_world_size()))], group=dist.group.WORLD)
+    return None
 
 
 def initialize_fallback_parallel_state() -> None:
-    """A world of this process alone, so that layers work before (or without) `initialize_model_parallel`."""
+    """A world of this process alone, so that layers work without `initialize_model_parallel`."""
     warnings.warn(
         "model parallelism is not initialised: falling back to the non-parallel equivalent",
         stacklevel=3,
@@ -106,7 +128,8 @@ def initialize_fallback_parallel_state() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
         raise RuntimeError(
-            f"{dist.get_world_size()} ranks are up, but initialize_model_parallel was not called: call it on every rank"
+            f"{dist.get_world_size()} ranks are up, but initialize_model_parallel was not called: "
+            "call it on every rank"
         )
     initialize_model_parallel()
 
@@ -127,43 +150,34 @@ def model_parallel_is_initialized() -> bool:
 
 
 def mesh_is(groups: ParallelGroups) -> bool:
-    """True if the axes exist and are these (what `initialize_model_parallel` gives with `mesh_only`)."""
-    return model_parallel_is_initialized() and all(
-        _axes[name].replica_groups == replica_groups
-        for name, replica_groups in zip(_MESH_AXES, groups)
+    """True if the axes exist and are these (`initialize_model_parallel` with `mesh_only`)."""
+    return model_parallel_is_initialized() and groups == (
+        _axes["tp"].replica_groups,
+        _axes["dp"].replica_groups,
     )
-
-
-def create_pg_with_ranks(replica_groups: ReplicaGroups) -> ProcessGroup:
-    """Creates one process group for each list of ranks and returns the one that this rank is in.
-
-    Every rank has to call it with the same lists: a group is made by all ranks, members or not.
-    """
-    # torch-xla's own process group needs no host-side peers; objects and barriers go over gloo on every backend.
-    backend = "gloo" if dist.get_backend() == "xla" else None
-    mine = None
-    for ranks in replica_groups:
-        group = dist.new_group(ranks, backend=backend)
-        if dist.get_rank() in ranks:
-            mine = group
-    if mine is None:
-        raise ValueError(f"rank {dist.get_rank()} is in none of the groups {replica_groups}")
-    return mine
 
 
 def _add_axis(name: str, replica_groups: ReplicaGroups, group: ProcessGroup | None = None) -> None:
     rank = dist.get_rank()
+    ranks = next(ranks for ranks in replica_groups if rank in ranks)
     if group is None:  # axes of the same ranks share one process group
         same = (axis.group for axis in _axes.values() if axis.replica_groups == replica_groups)
-        group = next(same, None) or create_pg_with_ranks(replica_groups)
-    ranks = next(g for g in replica_groups if rank in g)
+        group = next(same, None) or _create_groups(replica_groups)[replica_groups.index(ranks)]
     _axes[name] = _Axis(name, replica_groups, ranks, group, ranks.index(rank))
+
+
+def _create_groups(replica_groups: ReplicaGroups) -> list[ProcessGroup]:
+    """A process group for each list of ranks; every rank makes all of them, member or not."""
+    # torch-xla's own process group is for traced collectives: what hosts exchange goes over gloo.
+    backend = "gloo" if dist.get_backend() == "xla" else None
+    return [dist.new_group(ranks, backend=backend) for ranks in replica_groups]
 
 
 def _axis(name: str) -> _Axis:
     if not model_parallel_is_initialized():
         raise RuntimeError(
-            "model parallelism is not initialised: call initialize_model_parallel on every rank first"
+            "model parallelism is not initialised: call initialize_model_parallel on every rank "
+            "first"
         )
     if name not in _axes:
         raise RuntimeError(f"the {name} group is not initialised")
@@ -171,7 +185,7 @@ def _axis(name: str) -> _Axis:
 
 
 def axis_of(group: ProcessGroup | ReplicaGroups | None) -> _Axis:
-    """The axis that a process group or its replica groups belong to; None stands for the tensor-parallel one.
+    """The axis of a process group or of its replica groups; by default the tensor-parallel one.
 
     Raises:
         ValueError: a group that `parallel_state` did not make.
@@ -182,14 +196,7 @@ def axis_of(group: ProcessGroup | ReplicaGroups | None) -> _Axis:
     for axis in _axes.values():
         if axis.group is group or axis.replica_groups == group:
             return axis
-    raise ValueError(f"{group} is not a group of parallel_state; make it with register_group")
-
-
-def register_group(name: str, replica_groups: ReplicaGroups) -> ProcessGroup:
-    """Adds an axis of one's own; the collectives of `comm` then work over it on every backend."""
-    _axis("world")
-    _add_axis(name, replica_groups)
-    return _axes[name].group
+    raise ValueError(f"{group} is not a group of parallel_state: {', '.join(_axes)}")
 
 
 def _get_group(name: str, as_list: bool) -> ProcessGroup | ReplicaGroups:
@@ -197,11 +204,8 @@ def _get_group(name: str, as_list: bool) -> ProcessGroup | ReplicaGroups:
     return axis.replica_groups if as_list else axis.group
 
 
-# --- tensor parallel ---------------------------------------------------------------------------------------------
-
-
 def get_tensor_model_parallel_group(as_list: bool = False):
-    """This rank's tensor-parallel process group, or with `as_list` all of them as lists of ranks."""
+    """This rank's tensor-parallel process group; with `as_list` all of them as lists of ranks."""
     return _get_group("tp", as_list)
 
 
@@ -217,20 +221,13 @@ def get_tensor_model_parallel_rank() -> int:
     return _axis("tp").rank
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tensor-parallel group."""
-    return _axis("tp").ranks[0]
-
-
-# --- data parallel -----------------------------------------------------------------------------------------------
-
-
 def get_data_parallel_group(as_list: bool = False):
     """This rank's data-parallel process group, or with `as_list` all of them as lists of ranks."""
     return _get_group("dp", as_list)
 
 
 def get_data_parallel_replica_groups() -> ReplicaGroups:
+    """The ranks that hold the same weights: what gradients are averaged and ZeRO-1 shards over."""
     return _axis("dp").replica_groups
 
 
@@ -242,107 +239,54 @@ def get_data_parallel_rank() -> int:
     return _axis("dp").rank
 
 
-def get_data_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's data-parallel group."""
-    return _axis("dp").ranks[0]
+# The spellings of the developer guide, and of ZeRO-1.
+get_tensor_parallel_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size
+get_zero1_sharding_groups = get_data_parallel_replica_groups
 
 
-def get_zero1_sharding_groups() -> ReplicaGroups:
-    """The ranks that hold the same weights: data and context parallel together."""
-    return _axis("zero1").replica_groups
-
-
-# --- pipeline, context, expert -----------------------------------------------------------------------------------
-
-
-def get_pipeline_model_parallel_group(as_list: bool = False):
-    return _get_group("pp", as_list)
-
-
-def get_pipeline_model_parallel_replica_groups() -> ReplicaGroups:
-    return _axis("pp").replica_groups
-
-
+# What scripts ask for that could also run with these axes.
 def get_pipeline_model_parallel_size() -> int:
-    return _axis("pp").size
+    return 1
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    return _axis("pp").rank
-
-
-def get_context_model_parallel_group(as_list: bool = False):
-    return _get_group("cp", as_list)
-
-
-def get_context_model_parallel_replica_groups() -> ReplicaGroups:
-    return _axis("cp").replica_groups
+    return 0
 
 
 def get_context_model_parallel_size() -> int:
-    return _axis("cp").size
+    return 1
 
 
-def get_context_model_parallel_rank() -> int:
-    return _axis("cp").rank
-
-
-def get_expert_model_parallel_group(as_list: bool = False):
-    return _get_group("ep_model", as_list)
-
-
-def get_expert_model_parallel_size() -> int:
-    return _axis("ep_model").size
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _axis("ep_model").rank
-
-
-def get_expert_data_parallel_group(as_list: bool = False):
-    return _get_group("ep_data", as_list)
-
-
-def get_expert_data_parallel_size() -> int:
-    return _axis("ep_data").size
-
-
-def get_expert_data_parallel_rank() -> int:
-    return _axis("ep_data").rank
-
-
-# --- ranks that share a key/value head (grouped-query attention with fewer such heads than ranks) -----------------
-
-
-def initialize_kv_group(
-    kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = True
-) -> None:
-    """Makes the groups of `arrange_kv_groups`; a second call with the same arguments keeps them.
+def initialize_kv_group(kv_shared_group_size: int) -> None:
+    """Makes the groups of neighbouring tensor-parallel ranks that hold copies of a key/value head,
+    `[[0, 1], [2, 3]]` for 4 ranks and groups of 2. A second call with the same size keeps them.
 
     Raises:
-        ValueError: see `arrange_kv_groups`; or groups of another arrangement exist (`destroy_kv_group` first).
+        ValueError: a size that does not divide T; or groups of another size exist.
     """
-    wanted = arrange_kv_groups(
-        _axis("tp").replica_groups, kv_shared_group_size, sequential_ranks_in_group
-    )
-    if "kv" in _axes:
-        if _axes["kv"].replica_groups != wanted:
-            raise ValueError(
-                f"kv groups {_axes['kv'].replica_groups} exist, {wanted} were asked for: "
-                "call destroy_kv_group first"
-            )
-        return
-    _add_axis("kv", wanted)
+    size = kv_shared_group_size
+    ensure_positive(kv_shared_group_size=size)
+    divide(get_tensor_model_parallel_size(), size, "tensor-parallel size over kv_shared_group_size")
+    wanted = [
+        ranks[first : first + size]
+        for ranks in _axis("tp").replica_groups
+        for first in range(0, len(ranks), size)
+    ]
+    if "kv" not in _axes:
+        _add_axis("kv", wanted)
+    elif _axes["kv"].replica_groups != wanted:
+        raise ValueError(
+            f"kv groups {_axes['kv'].replica_groups} exist, {wanted} were asked for: all layers "
+            "need one kv_size_multiplier"
+        )
 
 
 def destroy_kv_group() -> None:
+    """Forgets the kv groups, so that others can be made."""
     axis = _axes.pop("kv", None)
     if axis is not None and axis.group not in {other.group for other in _axes.values()}:
         dist.destroy_process_group(axis.group)
-
-
-def get_kv_shared_group(as_list: bool = False):
-    return _get_group("kv", as_list)
 
 
 def get_kv_shared_replica_groups() -> ReplicaGroups:
@@ -353,15 +297,12 @@ def get_kv_shared_group_size() -> int:
     return _axis("kv").size
 
 
-# --- the world ---------------------------------------------------------------------------------------------------
-
-
 def get_world_group(as_list: bool = False):
     return _get_group("world", as_list)
 
 
 def is_global_rank_zero() -> bool:
-    """True on rank 0, and in a process that is no rank of anything."""
+    """True on rank 0, and in a process that is not a rank of anything."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -373,21 +314,9 @@ def gather_python_object(obj, group: ProcessGroup) -> list:
     return gathered
 
 
-def get_rank_info_str() -> str:
-    """For example `rank_3_pp0_tp1_dp1_cp0`; the rank alone without model parallelism."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if not model_parallel_is_initialized():
-        return f"rank_{rank}"
-    return f"rank_{rank}_pp{_axis('pp').rank}_tp{_axis('tp').rank}_dp{_axis('dp').rank}_cp{_axis('cp').rank}"
-
-
 def rmsg(msg: str) -> str:
-    """`msg` behind the coordinates of this rank."""
-    return f"[{get_rank_info_str()}] {msg}"
-
-
-# The developer guide, Megatron and earlier releases spell these differently; both work.
-get_tensor_model_parallel_world_size = get_tensor_parallel_size = get_tensor_model_parallel_size
-get_tensor_parallel_rank = get_tensor_model_parallel_rank
-get_data_parallel_world_size = get_data_parallel_size
-get_pipeline_model_parallel_world_size = get_pipeline_model_parallel_size
+    """`msg` behind the coordinates of this rank, for example `[rank_3_tp1_dp1]`."""
+    place = f"rank_{dist.get_rank() if dist.is_initialized() else 0}"
+    if model_parallel_is_initialized():
+        place += f"_tp{_axis('tp').rank}_dp{_axis('dp').rank}"
+    return f"[{place}] {msg}"

@@ -1,7 +1,7 @@
 """Random streams: where ranks must draw the same numbers, and where they must not.
 
 A replicated activation needs the same dropout mask on all tensor-parallel ranks, or it stops being
-replicated: it uses torch's default stream. A sharded one (attention heads, a part of the sequence)
+replicated: it uses torch's default stream. A sharded one (attention heads, a shard of the sequence)
 needs a mask of its own on each rank: it is drawn inside `with get_xla_rng_tracker().fork():`. Names
 are those of `neuronx_distributed.parallel_layers.random`.
 
@@ -10,13 +10,11 @@ saved with any checkpoint and loaded with `weights_only=True`. Nothing here wait
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
-import torch.utils.checkpoint
 
 from tutorial_lib import backends
 
@@ -31,7 +29,7 @@ _DATA_PARALLEL_OFFSET = 1_000_003
 State = dict[str, torch.Tensor]
 
 
-def _xla():
+def xla_model():
     """torch-xla's model module in a process that computes with it, else None."""
     if not backends.uses_xla():
         return None
@@ -44,8 +42,8 @@ def _default_state() -> State:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    if _xla():
-        seed = _xla().get_rng_state()  # 64 bits without a sign
+    if xla_model():
+        seed = xla_model().get_rng_state()  # 64 bits without a sign
         seed = seed - 2**64 if seed >= 2**63 else seed
         state["xla"] = torch.tensor(seed, dtype=torch.int64, device="cpu")
     return state
@@ -55,75 +53,62 @@ def _set_default_state(state: State) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    if "xla" in state and _xla():
-        _xla().set_rng_state(state["xla"].item() % 2**64)
+    if "xla" in state and xla_model():
+        xla_model().set_rng_state(state["xla"].item() % 2**64)
 
 
 def _seed_default(seed: int) -> None:
     torch.manual_seed(seed)  # the host and every CUDA device
-    if _xla():
-        _xla().set_rng_state(seed)
+    if xla_model():
+        xla_model().set_rng_state(seed)
 
 
 class XLARNGStatesTracker:
-    """Named random streams beside torch's default one."""
+    """The random stream of each tensor-parallel rank, beside torch's default one."""
 
     def __init__(self):
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets every stream."""
         self._states: dict[str, State] = {}
-        self._seeds: dict[str, int] = {}
-        self._active: str | None = None  # the stream that the innermost `fork` draws from
+        self._active = False  # inside a `fork`, which draws from the stream
 
     def get_states(self) -> dict[str, State]:
-        """The state of each stream: `{name: {device: tensor}}`."""
+        """The state of the stream: `{name: {device: tensor}}`; empty before it was started."""
         return {name: dict(state) for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, State]) -> None:
-        """Puts streams back where `get_states` found them."""
+        """Puts the stream back where `get_states` found it."""
         self._states = {name: dict(state) for name, state in states.items()}
 
-    def add(self, name: str, seed: int) -> None:
-        """Starts the stream `name`.
-
-        Raises:
-            ValueError: a stream of that name, or started from that seed, exists.
-        """
-        if name in self._states:
-            raise ValueError(f"the random stream {name!r} exists already")
-        if seed in self._seeds.values():
-            raise ValueError(f"seed {seed} was used for another random stream: {self._seeds}")
+    def start(self, seed: int) -> None:
+        """Starts the stream from a seed."""
         before = _default_state()
         _seed_default(seed)
-        self._states[name], self._seeds[name] = _default_state(), seed
+        self._states = {MODEL_PARALLEL_RNG: _default_state()}
         _set_default_state(before)
 
     @contextmanager
-    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside the block, random numbers come from the stream `name`; the default stream stands
-        still. Blocks may lie in each other, of the same stream too, which then just goes on.
+    def fork(self) -> Iterator[None]:
+        """Inside the block, random numbers come from this rank's stream, and the default stream
+        stands still. A fork within a fork goes on with the same stream.
 
         Raises:
-            ValueError: there is no such stream.
+            ValueError: the stream was not started.
         """
-        if name not in self._states:
+        if not self._states:
             raise ValueError(
-                f"there is no random stream {name!r} (only {sorted(self._states)}): "
-                "call model_parallel_xla_manual_seed first"
+                "the model-parallel random stream was not started: call "
+                "model_parallel_xla_manual_seed first"
             )
-        outer, before = self._active, _default_state()
-        if outer is not None:
-            self._states[outer] = before
-        self._active = name
-        _set_default_state(self._states[name])
+        if self._active:
+            yield
+            return
+        before, self._active = _default_state(), True
+        _set_default_state(self._states[MODEL_PARALLEL_RNG])
         try:
             yield
         finally:
-            self._states[name] = _default_state()
-            self._active = outer
-            _set_default_state(before if outer is None else self._states[outer])
+            self._states[MODEL_PARALLEL_RNG] = _default_state()
+            self._active = False
+            _set_default_state(before)
 
 
 _tracker = XLARNGStatesTracker()
@@ -134,124 +119,51 @@ def get_xla_rng_tracker() -> XLARNGStatesTracker:
     return _tracker
 
 
-def _replica() -> int:
-    """The number of this rank among those that hold the same weights, over data and context parallelism."""
-    cp = parallel_state.get_context_model_parallel_size()
-    return (
-        parallel_state.get_data_parallel_rank() * cp
-        + parallel_state.get_context_model_parallel_rank()
-    )
-
-
-def model_parallel_xla_manual_seed(seed: int, data_parallel_offset: bool = False) -> None:
+def model_parallel_xla_manual_seed(seed: int) -> None:
     """Seeds the default stream and starts the model-parallel one, on the host and on the device.
 
-    ============================  ==================  ==================
-    stream                        over a tensor-      over a data-
-                                  parallel group      parallel group
-    ============================  ==================  ==================
-    default                       equal               equal; different with `data_parallel_offset`
-    `model-parallel-rng`          different           different
-    ============================  ==================  ==================
+    =====================  ===============================  ===============================
+    stream                 over a tensor-parallel group     over a data-parallel group
+    =====================  ===============================  ===============================
+    default                equal                            equal
+    `model-parallel-rng`   different                        different
+    =====================  ===============================  ===============================
 
     Call it before the model is built: replicas then start from the same weights. For training they
-    should drop different units: `separate_replicas`, or a second call with
-    `data_parallel_offset=True`.
+    should drop different units: see `separate_replicas`.
 
     Args:
         seed: the same on every rank.
-        data_parallel_offset: give each replica a default stream of its own.
     """
-    own = seed + _DATA_PARALLEL_OFFSET * _replica()
-    _seed_default(own if data_parallel_offset else seed)
-    _tracker.reset()
-    _tracker.add(
-        MODEL_PARALLEL_RNG,
-        own + _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank(),
-    )
+    _seed_default(seed)
+    replica = _DATA_PARALLEL_OFFSET * parallel_state.get_data_parallel_rank()
+    rank = _TENSOR_PARALLEL_OFFSET + parallel_state.get_tensor_model_parallel_rank()
+    _tracker.start(seed + replica + rank)
 
 
 def separate_replicas() -> None:
-    """Gives each data-parallel replica a default stream of its own, so that it drops other units
-    than the next; where there is one replica, nothing.
+    """Gives each data-parallel replica a default stream of its own, so that each drops other units;
+    does nothing if there is one replica.
 
     The seed is drawn from the stream as it stands, which the ranks of a tensor-parallel group
     share, and they go on sharing. `train` calls it before its first step.
     """
-    if len(parallel_state.get_zero1_sharding_groups()[0]) == 1:
+    if parallel_state.get_data_parallel_size() == 1:
         return
     seed = int(torch.randint(2**31, (), device="cpu"))
-    if replica := _replica():
+    if replica := parallel_state.get_data_parallel_rank():
         _seed_default(seed + _DATA_PARALLEL_OFFSET * replica)
 
 
-def checkpoint(function: Callable, *args, **kwargs):
-    """`function(*args, **kwargs)`, computed again in backward rather than kept: its inner
-    activations cost no memory.
-
-    The second run draws the random numbers of the first, from every stream;
-    `torch.utils.checkpoint` alone knows the default one, and no XLA. On XLA a barrier keeps the
-    compiler from finding the first run's values and using them.
-    """
-    replay = _Replay()
-
-    def run(*args):
-        again = replay.running and _xla()
-        return function(*(_behind_barrier(args) if again else args), **kwargs)
-
-    # torch keeps arguments where `SavedActivations` sees them, but looks up their device, and
-    # knows no XLA.
-    block, inputs = (partial(run, *args), ()) if _xla() else (run, args)
-    return torch.utils.checkpoint.checkpoint(
-        block,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (replay.first(), replay),
-    )
-
-
-class _Replay:
-    """Inside the block all random streams are where `first` found them. It may be entered again: backward through
-    a graph that was retained computes its values once more.
-    """
-
-    def __init__(self):
-        self._start = self._before = None
-        self.running = False
-
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        self._start = _streams()
-        yield
-
-    def __enter__(self) -> None:
-        self._before, self.running = _streams(), True
-        _set_streams(self._start)
-
-    def __exit__(self, *_) -> None:
-        _set_streams(self._before)
-        self.running = False
-
-
-def _streams() -> tuple[State, dict[str, State], str | None]:
+def streams() -> tuple[State, dict[str, State], bool]:
+    """Where both streams stand, and which of them is drawn from."""
     return _default_state(), _tracker.get_states(), _tracker._active
 
 
-def _set_streams(streams: tuple[State, dict[str, State], str | None]) -> None:
-    default, states, _tracker._active = streams
+def set_streams(found: tuple[State, dict[str, State], bool]) -> None:
+    default, states, _tracker._active = found
     _set_default_state(default)
     _tracker.set_states(states)
-
-
-def _behind_barrier(args: tuple) -> tuple:
-    """The same values, of which XLA does not know where they come from."""
-    held = tuple(
-        a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
-        for a in args
-    )
-    _xla().optimization_barrier_([a for a in held if isinstance(a, torch.Tensor)])
-    return held
 
 
 def get_rng_state() -> dict:

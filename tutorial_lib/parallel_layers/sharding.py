@@ -1,5 +1,5 @@
-"""How a tensor is sharded over the tensor-parallel ranks, and put together again: arithmetic without
-communication.
+"""How a tensor is sharded over the tensor-parallel ranks, and put together again: arithmetic
+without communication.
 
 Initial weights, gathered outputs and checkpoints all follow the same `Partition`.
 """

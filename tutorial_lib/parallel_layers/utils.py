@@ -38,7 +38,7 @@ def padding_of(size: int, parts: int, multiple: int = 1) -> int:
 def ids_outside(
     ids: torch.Tensor, size: int, what: str, ignore: int | None = None
 ) -> torch.Tensor | None:
-    """None if every id is in `[0, size)` (or `ignore`); ranks with the same ids get the same answer.
+    """None if every id is in `[0, size)` (or `ignore`); ranks with equal ids get equal answers.
 
     On an accelerator, which would have to stop for a look at the values, the mask of the ids
     outside, for the caller to put NaN there.

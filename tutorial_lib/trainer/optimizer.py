@@ -9,7 +9,6 @@ import torch
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
-    allreduce_context_parallel_gradients,
     allreduce_sequence_parallel_gradients,
     bucket_allreduce_gradients,
     clip_grad_norm,
@@ -20,8 +19,8 @@ from tutorial_lib.parallel_layers.grads import (
 class NxDOptimizer(torch.optim.Optimizer):
     """An optimizer for the whole mesh around one for a single device, or around ZeRO-1.
 
-    `step` averages over context parallelism, sums what sequence parallelism left partial, then
-    averages over data parallelism, clips and steps; the last three are ZeRO-1's own where it is on.
+    `step` sums what sequence parallelism left partial, averages over data parallelism, clips and
+    steps; the last three are ZeRO-1's own where it is on.
     For learning-rate schedulers and everything else it is the optimizer that it wraps.
     """
 
@@ -86,8 +85,6 @@ class NxDOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if parallel_state.get_context_model_parallel_size() > 1:
-            allreduce_context_parallel_gradients(self.optimizer)
         if self.nxd_config["sequence_parallel"]:
             allreduce_sequence_parallel_gradients(self.optimizer)
         if not isinstance(self.optimizer, NeuronZero1Optimizer):

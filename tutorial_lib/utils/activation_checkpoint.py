@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from tutorial_lib.parallel_layers.random import checkpoint
+from tutorial_lib.parallel_layers.recompute import checkpoint
 
 
 class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
