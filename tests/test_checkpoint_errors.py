@@ -141,7 +141,7 @@ def test_a_wrong_degree(ranks, tmp_path, function, words):
 def test_a_degree_that_does_not_fit(ranks, tmp_path, capsys):
     ranks(save, str(tmp_path), world_size=2, tp=2)
     assert main(["reshard", f"{tmp_path}/step_1", f"{tmp_path}/out/t", "--tp", "3"]) == 1
-    assert "at tensor-parallel size 3: size over parts" in capsys.readouterr().err
+    assert "at tensor-parallel size 3: size over ranks" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
 
 

@@ -136,7 +136,7 @@ def load_weights(folder):
     "tp, words",
     [
         (4, "dp_rank_00_tp_rank_01_pp_rank_00.pt: qkv is not what the rank before has"),
-        (2, "does not say how qkv is sharded: size over parts: 2 is not divisible by 4"),
+        (2, "does not say how qkv is sharded: size over ranks: 2 is not divisible by 4"),
     ],
 )
 def test_shared_heads_in_another_order_are_refused(ranks, tmp_path, tp, words):
