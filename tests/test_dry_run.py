@@ -124,8 +124,8 @@ def test_attention_is_saved_as_the_backend_does():
         (lambda: dry_run(SMALL["bert"], 4), r"rank 4 is not in \[0, 4\)"),
         (lambda: dry_run(SMALL["bert"], 0, "tpu"), "'tpu' is not one of cpu, cuda, xla"),
         (lambda: SMALL["bert"].change(tp=3), "4 is not divisible by 3"),
-        (lambda: SMALL["bert"].change(dp=0), "dp is 0, must be a whole number"),
-        (lambda: SMALL["bert"].change(tp=2.0), "tp is 2.0, must be a whole number"),
+        (lambda: SMALL["bert"].change(dp=0), "dp is 0, must be a positive integer"),
+        (lambda: SMALL["bert"].change(tp=2.0), "tp is 2.0, must be a positive integer"),
         (lambda: SMALL["bert"].change(accumulation=True), "accumulation is True"),
         (lambda: SMALL["bert"].change(dtype=torch.int8), "torch.int8"),
         (
