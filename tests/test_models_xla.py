@@ -174,7 +174,7 @@ def graphs_of_a_run(run):
         mark_step()
     finally:
         del client._graph
-    return find_collectives(graph.hlo_text for graph in ran)
+    return find_collectives(graph.computation.as_hlo_text() for graph in ran)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from ..storage import Digest, check_file, read_text, flush, write_text
+from ..storage import Digest, check_file, flush, read_text, write_text
 from .layout import check_mesh
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
