@@ -1,4 +1,4 @@
-"""Tables, predictions, claims, exercise checks, source, pictures, and the counter of bytes sent."""
+"""Tables, predictions, claims, exercises, source, pictures, and the counter of bytes sent."""
 
 import json
 import multiprocessing
@@ -49,11 +49,6 @@ def test_fractions_of_a_column_line_up_and_units_stand_to_the_right():
     assert [row[1] for row in show.compare({"a": (3, 4), "b": (None, 1)}).rows] == ["3", "–"]
 
 
-def test_ragged_rows_are_refused():
-    with pytest.raises(ValueError, match="1 cells in a table of 2"):
-        show.Table(["a", "b"], [[1]])
-
-
 def test_by_rank_names_the_rank_that_differs():
     drawn = show.by_rank({"sum": [1.0] * 4, "weight": [3, 3, 7, 3], "slice": [0, 1, 2, 3]})
     assert [row[-1] for row in drawn.rows] == [
@@ -63,8 +58,6 @@ def test_by_rank_names_the_rank_that_differs():
     ]
     assert drawn.marked == {1}
     assert drawn._repr_html_().count("◀") == 1
-    with pytest.raises(ValueError, match=r"\[3, 4\]"):
-        show.by_rank({"a": [1] * 3, "b": [1] * 4})
 
 
 def test_two_ranks_that_differ_blame_neither():
@@ -138,14 +131,10 @@ def test_claims_that_fail(tmp_path, measured, expected, options):
         show.Claims(tmp_path, {}).add("it", measured, expected, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{"relation": "~"}, {"tolerance": -1}, {"tolerance": 0.1, "relation": "<="}]
-)
+@pytest.mark.parametrize("options", [{"relation": "~"}, {"tolerance": 0.1, "relation": "<="}])
 def test_claims_that_make_no_sense(tmp_path, options):
     with pytest.raises(ValueError, match="relation"):
         show.Claims(tmp_path, {}).add("it", 1, 1, **options)
-    with pytest.raises(ValueError, match="not numbers"):
-        show.Claims(tmp_path, {}).add("it", "a", "a", tolerance=0.1)
 
 
 def store(path, worker):
@@ -212,17 +201,6 @@ class Base:
         return y
 
 
-class Derived(Base):
-    """Changes one line."""
-
-    def other(self, x):
-        y = x + 2
-        return y
-
-    def new(self):
-        return 3
-
-
 # fmt: off
 def spread(
     first: str = "#",  # comment
@@ -233,15 +211,6 @@ def spread(
         first
     )
 # fmt: on
-
-
-def test_diff_shows_what_an_override_changes():
-    drawn = show.diff(Derived, Base)
-    lines = repr(drawn).splitlines()
-    assert "-    y = x + 1" in lines and "+    y = x + 2" in lines and "+    return 3" in lines
-    assert not any("same" in line or "Doc" in line or "comment" in line for line in lines)
-    assert drawn._repr_markdown_().startswith("```diff\n")
-    assert repr(show.diff(Derived, Derived)) == "no difference"
 
 
 def test_source_with_and_without_docstrings():
@@ -263,8 +232,10 @@ def test_source_with_and_without_docstrings():
         lambda: show.slices((256, 1024), 4, 1, "columns"),
         lambda: show.slices((1024, 256), 4, 0),
         lambda: show.strips({"first": [(3, 60), (7, 5)], "second": [(7, 65)]}, "samples"),
+        lambda: show.stacked({"7B": {"weights": 3e9, "gradients": 2e9}}, 4e9, "A core"),
+        lambda: show.growth([1, 2], {"at most": [5, 9]}, {"published": [(1, 4)]}, "n", "s", "x"),
         lambda: show.curves({"dp": [3.0, 2.0], "tp": [3.0, 2.0]}),
-        lambda: show.bars({"all_reduce": [6e6] * 4}, {"all_reduce": [6e6] * 4}, "bytes"),
+        lambda: show.bars({"all_reduce": [6e6] * 4}, {"all_reduce": [6e6] * 4}, "Sent"),
     ],
 )
 def test_pictures_are_small_and_the_same_each_time(picture):

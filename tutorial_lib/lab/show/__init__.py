@@ -6,11 +6,11 @@ All of it runs in the notebook's own process, on values that the ranks have sent
 from .claims import ClaimError, Claims
 from .exercises import check
 from .pictures import bars, curves, growth, mesh_grid, slices, stacked, strips
-from .predict import Prediction, predict
-from .source import diff, source
+from .predict import predict
+from .source import source
 from .tables import Table, by_rank, compare, size, table
 
 __all__ = [
-    "ClaimError", "Claims", "Prediction", "Table", "bars", "by_rank", "check", "compare", "curves", "diff", "growth",
+    "ClaimError", "Claims", "Table", "bars", "by_rank", "check", "compare", "curves", "growth",
     "mesh_grid", "predict", "size", "slices", "source", "stacked", "strips", "table",
 ]  # fmt: skip

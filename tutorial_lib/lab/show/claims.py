@@ -1,6 +1,7 @@
-"""What a notebook claims: each claim measured in this run, kept in `results.json`, and fatal where it does not hold."""
+"""What a notebook claims: each claim measured in this run, kept in `results.json`, and fatal where
+it does not hold.
+"""
 
-import math
 import operator
 from numbers import Real
 from pathlib import Path
@@ -11,8 +12,12 @@ from tutorial_lib.training.metrics import Metric, TrainingMetrics, plain
 
 from .tables import Table, text
 
-_RELATIONS = {"==": "", "<=": "at most ", ">=": "at least ", "<": "below ", ">": "above "}
-_COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_BOUNDS = {
+    "<=": ("at most", operator.le),
+    ">=": ("at least", operator.ge),
+    "<": ("below", operator.lt),
+    ">": ("above", operator.gt),
+}
 
 
 class ClaimError(AssertionError):
@@ -23,8 +28,8 @@ class Claims:
     """The claims of one run, written to `output_dir/results.json` as they are made.
 
     Args:
-        output_dir: folder of `results.json`; made if missing. A new `Claims` begins a new run: earlier
-            claims go.
+        output_dir: folder of `results.json`; made if missing. A new `Claims` begins a new run:
+            earlier claims go.
         parameters: what the run was asked to do.
 
     Raises:
@@ -43,34 +48,31 @@ class Claims:
     def add(
         self, name: str, measured: Any, expected: Any, tolerance: float = 0.0, relation: str = "=="
     ) -> None:
-        """Records that `measured` is `expected`, to an absolute `tolerance`. The same name again replaces a claim.
+        """Records that `measured` is `expected`, to an absolute `tolerance`. The same name again
+        replaces a claim.
 
         Args:
             measured, expected: numbers; or, for `==` without tolerance, anything that compares.
             relation: `==`, or `<=`, `>=`, `<`, `>` for a bound (which takes no tolerance).
 
         Raises:
-            ClaimError: it does not hold, unless graphs are only compiled. The claim is in `results.json` nevertheless.
+            ClaimError: it does not hold, unless graphs are only compiled. The claim is in
+                `results.json` nevertheless.
             ValueError: an unknown relation, or a tolerance where none makes sense.
         """
-        if relation not in _RELATIONS:
-            raise ValueError(f"relation {relation!r} is not one of {', '.join(_RELATIONS)}")
-        if not (isinstance(tolerance, Real) and tolerance >= 0) or (tolerance and relation != "=="):
+        if relation not in ("==", *_BOUNDS) or (tolerance and relation != "=="):
             raise ValueError(
-                f"tolerance {tolerance!r} with relation {relation!r}: give a number ≥ 0, and 0 for a bound"
+                f"relation {relation!r} with tolerance {tolerance}: give ==, or one of "
+                f"{', '.join(_BOUNDS)} without a tolerance"
             )
         measured, expected = plain(measured), plain(expected)
-        numbers = all(isinstance(value, Real) for value in (measured, expected))
-        if not numbers and (tolerance or relation != "=="):
-            raise ValueError(
-                f"{measured!r} and {expected!r} are not numbers: they can only be equal, with tolerance 0"
-            )
+        numbers = isinstance(measured, Real) and isinstance(expected, Real)
         if relation != "==":
-            passed = _COMPARE[relation](measured, expected)
-        elif numbers:
-            passed = measured == expected or abs(measured - expected) <= tolerance
+            passed = _BOUNDS[relation][1](measured, expected)
         else:
             passed = measured == expected
+            if numbers and not passed:
+                passed = abs(measured - expected) <= tolerance
         claim = {
             "name": name,
             "measured": measured,
@@ -82,11 +84,12 @@ class Claims:
         claims = list(self._claims.values())
         self._file.update(lambda content: content.update(claims=claims))
         if not passed and not only_compiles():
-            distance = (
-                f", off by {abs(measured - expected):.3g}" if numbers and relation == "==" else ""
+            message = (
+                f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}"
             )
-            wanted = _expectation(self._claims[name])
-            raise ClaimError(f"{name}: measured {text(measured)}, expected {wanted}{distance}")
+            if numbers and relation == "==":
+                message += f", off by {abs(measured - expected):.3g}"
+            raise ClaimError(message)
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""
@@ -95,23 +98,17 @@ class Claims:
     def table(self) -> Table:
         """Every claim so far."""
         failing = "only compiled" if only_compiles() else "FAILS"
-        rows = [
-            [
-                claim["name"],
-                text(claim["measured"]),
-                _expectation(claim),
-                "holds" if claim["passed"] else failing,
-            ]
-            for claim in self._claims.values()
-        ]
-        failed = {row for row, claim in enumerate(self._claims.values()) if not claim["passed"]}
+        claims = list(self._claims.values())
+        rows = []
+        for claim in claims:
+            verdict = "holds" if claim["passed"] else failing
+            rows.append([claim["name"], text(claim["measured"]), _expectation(claim), verdict])
+        failed = {row for row, claim in enumerate(claims) if not claim["passed"]}
         return Table(["claim", "measured", "expected", ""], rows, marked=failed)
 
 
 def _expectation(claim: dict) -> str:
-    tolerance = (
-        f" ± {claim['tolerance']:g}"
-        if claim["tolerance"] and math.isfinite(claim["tolerance"])
-        else ""
-    )
-    return f"{_RELATIONS[claim.get('relation', '==')]}{text(claim['expected'])}{tolerance}"
+    expected = text(claim["expected"])
+    if "relation" in claim:
+        return f"{_BOUNDS[claim['relation']][0]} {expected}"
+    return f"{expected} ± {claim['tolerance']:g}" if claim["tolerance"] else expected

@@ -1,9 +1,10 @@
-"""Exercises: a stub that a reader fills in, and a check that says what is off, on which rank, and why.
+"""Exercises: a stub that a reader fills in, and a check that says what is off, on which rank, and
+why.
 
 A stub returns None, as `...` does, so a notebook runs through with all of them untouched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,25 +14,9 @@ from .tables import text
 NOT_ATTEMPTED, CORRECT = "not attempted", "correct"
 
 
-def check(
-    name: str,
-    found: Sequence[Any] | Any,
-    expected: Sequence[Any] | Any,
-    tolerance: float = 0.0,
-    mistakes: Mapping[str, Sequence[Any] | Any] | None = None,
-    by_rank: bool = False,
-) -> None:
-    """Prints `not attempted`, `correct`, or what is off by how much on which rank, because of what.
-
-    Args:
-        name: of the exercise.
-        found: the answer; None stands for not attempted.
-        expected: the right answer, of the same form.
-        tolerance: largest absolute difference that counts as correct.
-        mistakes: answers that a usual mistake gives, by their explanation.
-        by_rank: all of these are lists with one answer for each rank, as `mesh.gather` gives them.
-    """
-    print(f"{name}: {verdict(found, expected, tolerance, mistakes, by_rank)}")
+def check(name: str, found: Any, expected: Any, **options: Any) -> None:
+    """Prints the `verdict` on an exercise of this name."""
+    print(f"{name}: {verdict(found, expected, **options)}")
 
 
 def verdict(
@@ -41,7 +26,15 @@ def verdict(
     mistakes: Mapping[str, Any] | None = None,
     by_rank: bool = False,
 ) -> str:
-    """The text of `check`."""
+    """`not attempted`, `correct`, or what is off by how much on which rank, because of what.
+
+    Args:
+        found: the answer; None stands for not attempted.
+        expected: the right answer, of the same form.
+        tolerance: largest absolute difference that counts as correct.
+        mistakes: answers that a usual mistake gives, by their explanation.
+        by_rank: all of these are lists with one answer for each rank, as `mesh.gather` gives them.
+    """
     answers = found if by_rank else [found]
     right = expected if by_rank else [expected]
     if all(_blank(answer) for answer in answers):

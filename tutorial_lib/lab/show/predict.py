@@ -27,7 +27,7 @@ def predict(question: str, guess: float | None = None, unit: str = "") -> Predic
     """Notes the guess, None for none.
 
     Raises:
-        ValueError: a guess that is no number.
+        ValueError: a guess that is not a number.
     """
     if guess is not None and (isinstance(guess, bool) or not isinstance(guess, (int, float))):
         raise ValueError(f"guess {guess!r} is not a number")

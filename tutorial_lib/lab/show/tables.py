@@ -1,4 +1,6 @@
-"""Tables that read the same in JupyterLab, on GitHub (which drops styles), in exported HTML and in a terminal."""
+"""Tables that read the same in JupyterLab, on GitHub (which drops styles), in exported HTML and in
+a terminal.
+"""
 
 import html
 import math
@@ -11,8 +13,8 @@ _NUMBER = re.compile(rf"–|nan|[-+]?(inf|[\d,.]+(e[+-]?\d+)?)( (%|s|ms|{'|'.joi
 
 
 class Table:
-    """Rows of cells below a header. Numbers stand to the right, a column's fractions with the same decimals; rows in
-    `marked` are bold and carry an arrow."""
+    """Rows of cells below a header. Numbers stand to the right, a column's fractions with the same
+    decimals; rows in `marked` are bold and carry an arrow."""
 
     def __init__(
         self,
@@ -21,27 +23,20 @@ class Table:
         caption: str = "",
         marked: set[int] = frozenset(),
     ):
-        wrong = [len(row) for row in rows if len(row) != len(columns)]
-        if wrong:
-            raise ValueError(f"a row of {wrong[0]} cells in a table of {len(columns)} columns")
         self.caption, self.marked = caption, marked
         self.columns = [str(column) for column in columns]
         self.rows = [list(row) for row in zip(*map(texts, zip(*rows)))]
-        self._right = [
-            bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows)
-            for i in range(len(columns))
-        ]
+        self._right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*self.rows)]
 
     def __repr__(self) -> str:
         lines = [self.columns, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         drawn = []
         for number, line in enumerate(lines):
-            cells = [
-                c.rjust(w) if right else c.ljust(w)
-                for c, w, right in zip(line, widths, self._right)
-            ]
-            drawn.append(("  ".join(cells) + ("  ◀" if number - 1 in self.marked else "")).rstrip())
+            places = zip(line, widths, self._right)
+            cells = [cell.rjust(w) if right else cell.ljust(w) for cell, w, right in places]
+            mark = "  ◀" if number - 1 in self.marked else ""
+            drawn.append(("  ".join(cells) + mark).rstrip())
         drawn.insert(1, "  ".join("─" * width for width in widths))
         return "\n".join(([self.caption] if self.caption else []) + drawn)
 
@@ -50,19 +45,21 @@ class Table:
             drawn = []
             for cell, right in zip(cells, self._right):
                 shown = f"<b>{html.escape(cell)}</b>" if marked else html.escape(cell)
-                side = (
-                    "right" if right else "left"
-                )  # the attribute is for GitHub, the style for JupyterLab
+                side = "right" if right else "left"
+                # The attribute is for GitHub, the style for JupyterLab.
                 drawn.append(f'<{tag} align="{side}" style="text-align: {side}">{shown}</{tag}>')
             return f"<tr>{''.join(drawn)}{'<td><b>◀</b></td>' if marked else ''}</tr>"
 
         body = "\n".join(line(row, "td", i in self.marked) for i, row in enumerate(self.rows))
         caption = f"<p>{html.escape(self.caption)}</p>\n" if self.caption else ""
-        return f"{caption}<table>\n<thead>{line(self.columns, 'th')}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+        head = f"<thead>{line(self.columns, 'th')}</thead>"
+        return f"{caption}<table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
 def text(value: Any) -> str:
-    """A cell's text: thousands apart, five digits of a fraction, `–` for None, a tensor as its elements."""
+    """A cell's text: thousands apart, five digits of a fraction, `–` for None, a tensor as its
+    elements.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -85,11 +82,8 @@ def texts(values: Sequence[Any]) -> list[str]:
     """
     values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     shown = [text(value) for value in values]
-    fractions = [
-        i
-        for i, value in enumerate(values)
-        if isinstance(value, float) and value and math.isfinite(value)
-    ]
+    finite = [isinstance(value, float) and math.isfinite(value) for value in values]
+    fractions = [i for i, value in enumerate(values) if finite[i] and value]
     if any("e" in shown[i] for i in fractions):
         return shown
     decimals = max((len(shown[i].partition(".")[2]) for i in fractions), default=0)
@@ -100,10 +94,10 @@ def texts(values: Sequence[Any]) -> list[str]:
 
 def size(nbytes: float) -> str:
     """A number of bytes in the largest binary unit that leaves a whole part: `6.0 MiB`."""
-    for unit in _UNITS:
-        if abs(nbytes) < 1024 or unit == _UNITS[-1]:
-            return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
+    if abs(nbytes) < 1024:
+        return f"{nbytes:.0f} bytes"
+    power = min(int(math.log2(abs(nbytes)) // 10), len(_UNITS) - 1)
+    return f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
 
 
 def table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
@@ -113,20 +107,16 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
 
 
 def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
-    """One row for each quantity: a single cell where all ranks agree, and every rank's value where they do not.
+    """One row for each quantity: a single cell where all ranks agree, and every rank's value where
+    they do not.
 
     Args:
         values: for each quantity the ranks' values, in rank order.
 
-    Returns:
-        A table in which a row is marked if just one rank differs from all others; the last column names that rank.
+    Returns: A table in which a row is marked if just one rank differs from all others; the last
+        column names that rank.
     """
-    sizes = {len(ranks) for ranks in values.values()}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"every quantity needs one value for each rank, got {sorted(sizes)} values"
-        )
-    (count,) = sizes
+    (count,) = {len(ranks) for ranks in values.values()}
     rows, marked = [], set()
     for name, found in values.items():
         shown = texts(found)
@@ -142,12 +132,13 @@ def by_rank(values: Mapping[str, Sequence[Any]], caption: str = "") -> Table:
 def compare(
     rows: Mapping[str, tuple[float | None, float]], unit: str = "", caption: str = ""
 ) -> Table:
-    """`measured | expected | ratio` for each named pair; a measurement of None is one that this machine cannot make."""
+    """`measured | expected | ratio` for each named pair; a measurement of None is one that this
+    machine cannot make.
+    """
     suffix = f" [{unit}]" if unit else ""
     lines = []
     for name, (measured, expected) in rows.items():
         ratio = None if measured is None or not expected else f"{measured / expected:.4f}"
         lines.append([name, measured, expected, ratio])
-    return Table(
-        ["", f"measured{suffix}", f"expected{suffix}", "measured / expected"], lines, caption
-    )
+    columns = ["", f"measured{suffix}", f"expected{suffix}", "measured / expected"]
+    return Table(columns, lines, caption)
