@@ -4,17 +4,23 @@ Each field of `GPTArguments` is an option: `train_iters` is `--train-iters`. To 
 rank and allocates nothing.
 """
 
-import argparse
 import math
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from transformers import GPT2Config
+from transformers import GPT2Config, HfArgumentParser
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.models.gpt_config import VOCABULARY_MULTIPLE, check_config
 from tutorial_lib.parallel_layers.utils import divide
 
 from .schedules import STYLES, Schedule
+
+# With the least value, and the value that all are below.
+Count = Annotated[int, 1, math.inf]
+Whole = Annotated[int, 0, math.inf]
+Amount = Annotated[float, 0, math.inf]
+Share = Annotated[float, 0, 1]
 
 # Megatron-LM's switches for kernels that do not exist here. They are accepted, so that the
 # published command line works, and change nothing; weights are always drawn on the host.
@@ -28,9 +34,9 @@ WITHOUT_EFFECT = (
 )
 
 
-def option(default, help: str, choices: tuple[str, ...] | None = None):
-    """A field with the text and the choices of its option."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default, help: str):
+    """A field with the text of its option."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -38,73 +44,75 @@ class GPTArguments:
     """What a run is asked to do. Sizes and rates have no default that would suit all."""
 
     # model
-    num_layers: int = option(MISSING, "transformer layers, L")
-    hidden_size: int = option(MISSING, "H")
-    num_attention_heads: int = option(MISSING, "N")
-    seq_length: int = option(MISSING, "tokens of a sample, S")
+    num_layers: Count = option(MISSING, "transformer layers, L")
+    hidden_size: Count = option(MISSING, "H")
+    num_attention_heads: Count = option(MISSING, "N")
+    seq_length: Count = option(MISSING, "tokens of a sample, S")
     max_position_embeddings: int = option(MISSING, "positions that the model knows, S at least")
     # training
-    micro_batch_size: int = option(MISSING, "samples of a micro-batch on each data-parallel rank")
-    train_iters: int = option(MISSING, "optimizer steps in all")
+    micro_batch_size: Count = option(MISSING, "samples of a micro-batch on each data-parallel rank")
+    train_iters: Count = option(MISSING, "optimizer steps in all")
     lr: float = option(MISSING, "the highest learning rate")
     data_path: str = option(MISSING, "prefix of the .bin and .idx files")
     vocab_file: str = option(MISSING, "the tokenizer's vocab.json")
     merge_file: str | None = option(None, "the tokenizer's merges.txt, to go with the model")
 
-    ffn_hidden_size: int | None = option(None, "features of the feed-forward layer; default 4H")
-    hidden_dropout: float = option(0.1, "of embeddings and of what joins the residual stream")
-    attention_dropout: float = option(0.1, "of attention probabilities")
-    init_method_std: float = option(0.02, "standard deviation of the initial weights")
-    layernorm_epsilon: float = option(1e-5, "of the norms")
+    ffn_hidden_size: Count | None = option(None, "features of the feed-forward layer; default 4H")
+    hidden_dropout: Share = option(0.1, "of embeddings and of what joins the residual stream")
+    attention_dropout: Share = option(0.1, "of attention probabilities")
+    init_method_std: Amount = option(0.02, "standard deviation of the initial weights")
+    layernorm_epsilon: Amount = option(1e-5, "of the norms")
     use_flash_attn: bool = option(False, "PyTorch's fused kernel for attention")
     recompute_activations: bool = option(False, "compute attention again in backward")
     make_vocab_size_divisible_by: int = option(VOCABULARY_MULTIPLE, "on each rank; only 128")
 
-    global_batch_size: int | None = option(None, "samples of a step; default one micro-batch each")
+    global_batch_size: Count | None = option(
+        None, "samples of a step; default one micro-batch each"
+    )
     seed: int = option(1234, "of weights, dropout and data order")
     bf16: bool = option(False, "bfloat16 weights; needs --use-distributed-optimizer")
     use_distributed_optimizer: bool = option(False, "ZeRO-1, with float32 masters for --bf16")
-    weight_decay: float = option(0.01, "of all but biases and norms")
-    clip_grad: float = option(1.0, "largest norm of the gradient; 0 for no clipping")
-    adam_beta1: float = option(0.9, "of the first moment")
-    adam_beta2: float = option(0.999, "of the second moment")
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    weight_decay: Amount = option(0.01, "of all but biases and norms")
+    clip_grad: Amount = option(1.0, "largest norm of the gradient; 0 for no clipping")
+    adam_beta1: Share = option(0.9, "of the first moment")
+    adam_beta2: Share = option(0.999, "of the second moment")
+    adam_eps: Amount = option(1e-8, "added to the root of the second moment")
     min_lr: float = option(0.0, "the lowest learning rate, after the decay")
-    lr_decay_style: str = option("linear", "shape of the decay", STYLES)
-    lr_decay_iters: int | None = option(None, "steps of warm-up and decay; default all")
-    lr_warmup_fraction: float | None = option(None, "warm-up as a part of --lr-decay-iters")
-    lr_warmup_iters: int = option(0, "warm-up in steps")
+    lr_decay_style: Literal[STYLES] = option("linear", "shape of the decay")
+    lr_decay_iters: Count | None = option(None, "steps of warm-up and decay; default all")
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of --lr-decay-iters")
+    lr_warmup_iters: Whole = option(0, "warm-up in steps")
     override_lr_scheduler: bool = option(False, "keep this schedule, not the checkpoint's")
     use_checkpoint_lr_scheduler: bool = option(False, "take the checkpoint's schedule")
 
     # ranks
-    distributed_backend: str = option("cpu", "what the ranks compute on", BACKENDS)
-    tensor_model_parallel_size: int = option(1, "ranks that share a layer, T")
-    sequence_parallel: bool = option(False, "cut norms and dropout along the sequence")
+    distributed_backend: Literal[BACKENDS] = option("cpu", "what the ranks compute on")
+    tensor_model_parallel_size: Count = option(1, "ranks that share a layer, T")
+    sequence_parallel: bool = option(False, "shard norms and dropout along the sequence")
 
     # data
     split: str = option("969,30,1", "weights of training, validation and test documents")
-    data_impl: str = option("mmap", "of the data set", ("mmap",))
+    data_impl: Literal["mmap"] = option("mmap", "of the data set")
     data_cache_path: str | None = option(None, "folder of the sample index; default the data's")
-    num_workers: int = option(0, "processes that read ahead, for each rank")
+    num_workers: Whole = option(0, "processes that read ahead, for each rank")
     broadcast_data: bool = option(False, "one rank reads for its tensor-parallel group")
 
     # checkpoints
-    save: str | None = option(None, "folder of checkpoints, a file a shard")
+    save: str | None = option(None, "folder of checkpoints, one file for each shard")
     save_xser: str | None = option(None, "folder of checkpoints, tensor by tensor")
-    save_interval: int | None = option(None, "steps from one checkpoint to the next")
+    save_interval: Count | None = option(None, "steps from one checkpoint to the next")
     keep_last_checkpoint_only: bool = option(False, "remove a checkpoint once a later is complete")
     load: str | None = option(None, "folder to go on from; none in it: start anew")
     load_xser: str | None = option(None, "the same: the form is recognised")
-    checkpoint_workers: int = option(8, "ranks of a node that read or write at a time")
-    exit_interval: int | None = option(None, "end after a step that this divides")
+    checkpoint_workers: Count = option(8, "ranks of a node that read or write at a time")
+    exit_interval: Count | None = option(None, "end after a step that this divides")
 
-    # what is said
-    log_interval: int = option(100, "steps from one line to the next")
+    # logs
+    log_interval: Count = option(100, "steps from one line to the next")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard's events")
-    tensorboard_log_interval: int = option(1, "steps from one point to the next")
-    eval_interval: int = option(1000, "steps from one validation to the next")
-    eval_iters: int = option(100, "global batches of a validation; 0 for none")
+    tensorboard_log_interval: Count = option(1, "steps from one point to the next")
+    eval_interval: Count = option(1000, "steps from one validation to the next")
+    eval_iters: Whole = option(100, "global batches of a validation; 0 for none")
     metrics_file: str | None = option(None, "results.json, with losses and throughput")
 
     @property
@@ -128,46 +136,8 @@ class GPTArguments:
         Raises:
             ValueError: they do not; with the values and the rule.
         """
-        self._check_types()
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "seq_length",
-            "train_iters",
-            "micro_batch_size",
-            "tensor_model_parallel_size",
-            "log_interval",
-            "eval_interval",
-            "tensorboard_log_interval",
-            "checkpoint_workers",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
-        for name in (
-            "eval_iters",
-            "num_workers",
-            "clip_grad",
-            "weight_decay",
-            "lr_warmup_iters",
-            "init_method_std",
-            "layernorm_epsilon",
-            "adam_eps",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 0")
-        for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be in [0, 1)")
-        for name in (
-            "ffn_hidden_size",
-            "save_interval",
-            "exit_interval",
-            "global_batch_size",
-            "lr_decay_iters",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
+        for name, hint in get_type_hints(GPTArguments, include_extras=True).items():
+            _check_value(_flag(name), getattr(self, name), hint)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed is {self.seed}, must be from 0 to 2**32 - 1, as NumPy's")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
@@ -200,21 +170,6 @@ class GPTArguments:
         self.accumulation(self.data_parallel_size(world_size))
         self.schedule(1)
 
-    def _check_types(self) -> None:
-        """A notebook's parameters were parsed by nobody."""
-        for one in fields(self):
-            value, kind, choices = getattr(self, one.name), _type(one), one.metadata["choices"]
-            if value is None and one.type == kind | None:
-                continue
-            if not isinstance(value, (int, float) if kind is float else kind) or (
-                isinstance(value, bool) and kind is not bool
-            ):
-                raise ValueError(f"{_flag(one.name)} is {value!r}, must be of type {kind.__name__}")
-            if kind is float and not math.isfinite(value):
-                raise ValueError(f"{_flag(one.name)} is {value}, must be a finite number")
-            if choices and value not in choices:
-                raise ValueError(f"{_flag(one.name)} is {value!r}, not one of {', '.join(choices)}")
-
     def data_parallel_size(self, world_size: int) -> int:
         """Raises ValueError where the tensor-parallel size does not divide the ranks."""
         return divide(
@@ -229,12 +184,12 @@ class GPTArguments:
         """Micro-batches of a step on each rank.
 
         Raises:
-            ValueError: the global batch is no multiple of what the ranks take at a time.
+            ValueError: the global batch is not a multiple of one micro-batch on each replica.
         """
         return divide(
             self.batch(dp_size),
             self.micro_batch_size * dp_size,
-            f"--global-batch-size over {self.micro_batch_size} samples on each of {dp_size} replicas",
+            f"--global-batch-size over {self.micro_batch_size} samples × {dp_size} replicas",
         )
 
     def schedule(self, batch: int) -> Schedule:
@@ -274,33 +229,39 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _type(one: Field) -> type:
-    return next(kind for kind in (int, float, str, bool) if one.type in (kind, kind | None))
+def _check_value(flag: str, value, hint) -> None:
+    """A notebook's parameters were not parsed: their types are checked, too."""
+    if type(None) in get_args(hint):
+        if value is None:
+            return
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{flag} is {value!r}, not one of {', '.join(get_args(hint))}")
+        return
+    kind, least, below = get_args(hint) or (hint, -math.inf, math.inf)
+    if not isinstance(value, (int, float) if kind is float else kind) or (
+        isinstance(value, bool) and kind is not bool
+    ):
+        raise ValueError(f"{flag} is {value!r}, must be of type {kind.__name__}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{flag} is {value}, must be a finite number")
+    if kind in (int, float) and not least <= value < below:
+        allowed = f"at least {least}" if below == math.inf else f"in [{least}, {below})"
+        raise ValueError(f"{flag} is {value}, must be {allowed}")
 
 
 def parse_arguments(words: list[str] | None = None) -> GPTArguments:
     """The arguments on the command line, or in `words`."""
-    parser = argparse.ArgumentParser(
+    parser = HfArgumentParser(
+        GPTArguments,
         prog="pretrain_gpt",
         usage="torchrun … -m tutorial_lib.training.pretrain_gpt --num-layers L --hidden-size H …",
         description=__doc__.splitlines()[0],
     )
-    for one in fields(GPTArguments):
-        kind = _type(one)
-        common = {"help": one.metadata["help"], "default": one.default}
-        if kind is bool:
-            parser.add_argument(_flag(one.name), action="store_true", **common)
-            continue
-        required = one.default is MISSING
-        if not required and one.default is not None:
-            common["help"] += f" (default {one.default})"
-        parser.add_argument(
-            _flag(one.name), type=kind, required=required, choices=one.metadata["choices"], **common
-        )
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="accepted, without effect here")
-    given = vars(parser.parse_args(words))
-    return GPTArguments(**{one.name: given[one.name] for one in fields(GPTArguments)})
+    return parser.parse_args_into_dataclasses(words, look_for_args_file=False)[0]
 
 
 def command_line(arguments: GPTArguments) -> list[str]:
@@ -308,7 +269,6 @@ def command_line(arguments: GPTArguments) -> list[str]:
     words = []
     for one in fields(GPTArguments):
         value = getattr(arguments, one.name)
-        if value == one.default:
-            continue
-        words += [_flag(one.name)] if value is True else [_flag(one.name), str(value)]
+        if value != one.default:
+            words += [_flag(one.name)] if value is True else [_flag(one.name), str(value)]
     return words

@@ -1,10 +1,12 @@
-"""The training loop of every tutorial: accumulate, reduce, clip, step. The models differ, the loop does not.
+"""The training loop of every tutorial: accumulate, reduce, clip, step. The models differ, the loop
+does not.
 
-A loss is the mean over what is predicted in the *global* batch, however it is cut into micro-batches and data-parallel
-ranks: each micro-batch contributes its sum, divided by the count of the whole. A mean of means would weigh a token of a
-short micro-batch more than one of a long one.
+A loss is the mean over what is predicted in the *global* batch, however that is divided into
+micro-batches and data-parallel ranks: each micro-batch contributes its sum, divided by the count of
+the whole. A mean of means would weigh a token of a short micro-batch more than one of a long one.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -30,14 +32,17 @@ class Step:
     learning_rate: float
     grad_norm: float | None  # before clipping
     throughput: float  # sequences per second over all data-parallel ranks, moving average
+    seconds: float  # from reading its batches to its last value
+    samples: int  # given to it and all steps before, on all ranks; 0 without a sampler
 
 
 def accumulate_gradients(model: nn.Module, micro_batches: list[dict]) -> torch.Tensor:
-    """Forward and backward of every micro-batch; gradients are left as this rank's share, to be averaged over DP.
+    """Forward and backward of every micro-batch; gradients are left as this rank's share, to be
+    averaged over data-parallel ranks.
 
     Args:
-        model: takes a micro-batch and `num_items_in_batch` as keywords, returns an output with `.loss`, and counts what
-            it predicts with `count_targets`.
+        model: takes a micro-batch and `num_items_in_batch` as keywords, returns an output with
+            `.loss`, and counts what it predicts with `count_targets`.
         micro_batches: on the model's device; as many on every rank.
 
     Returns:
@@ -81,7 +86,7 @@ def train(
         model: see `accumulate_gradients`.
         optimizer: of `initialize_parallel_optimizer`; its `step` reduces and clips.
         batches: an endless stream of micro-batches on the model's device.
-        steps: number of the last step; a run that resumes at `start_step` does `steps - start_step`.
+        steps: number of the last step; a run that resumes does `steps - start_step`.
         gradient_accumulation_steps: micro-batches in a step, on each rank.
         scheduler: moved once a step.
         sampler: a `ResumableBatchSampler`, told what each step consumed.
@@ -97,8 +102,8 @@ def train(
     """
     if gradient_accumulation_steps < 1 or not 0 <= start_step <= steps:
         raise ValueError(
-            f"need at least 1 micro-batch a step and 0 ≤ start_step ≤ steps, got {gradient_accumulation_steps} "
-            f"micro-batches, start_step {start_step}, steps {steps}"
+            f"need at least 1 micro-batch a step and 0 ≤ start_step ≤ steps, got "
+            f"{gradient_accumulation_steps} micro-batches, start_step {start_step}, steps {steps}"
         )
     model.train()
     if start_step == 0:
@@ -107,6 +112,7 @@ def train(
     meter = None
     done = []
     for number in range(start_step + 1, steps + 1):
+        began = time.perf_counter()
         epoch = 0 if sampler is None else sampler.epoch
         micro_batches = list(islice(stream, gradient_accumulation_steps))
         if len(micro_batches) < gradient_accumulation_steps:
@@ -136,6 +142,8 @@ def train(
             learning_rate,
             None if grad_norm is None else float(grad_norm),
             meter.get_throughput(),
+            time.perf_counter() - began,
+            0 if sampler is None else sampler.consumed_samples,
         )
         done.append(step)
         if on_step is not None:

@@ -1,4 +1,4 @@
-"""How many bytes a rank holds, by kind: weights, gradients, optimizer state, and what the backward pass needs."""
+"""How many bytes a rank holds: weights, gradients, optimizer state, saved activations."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,9 +20,11 @@ def require_memory(
 
     Args:
         bytes_per_rank: weights, gradients, optimizer state and activations of one rank.
-        local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its memory.
+        local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its
+            memory.
         backend: on `cuda` and on Trainium each rank has a device of its own.
-        report: what the error shows besides, such as `lambda: dry_run(run)`; only called if it does not fit.
+        report: what the error shows besides, such as `lambda: dry_run(run)`; only called if the
+            training does not fit.
 
     Raises:
         ValueError: it does not fit, with the bytes and the report.
@@ -94,7 +96,8 @@ class Saved:
 
 
 class SavedActivations:
-    """Lists what autograd saves inside the block: each distinct piece of memory once, parameters and `exclude` not.
+    """Lists what autograd saves inside the block: each distinct piece of memory once, parameters
+    and `exclude` not.
 
         with SavedActivations(model) as saved:
             loss = model(**batch).loss

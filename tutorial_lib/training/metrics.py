@@ -1,4 +1,5 @@
-"""`results.json`: what a run was asked to do and what it measured, in the form of the tutorials' training scripts.
+"""`results.json`: what a run was asked to do and what it measured, in the form of the tutorials'
+training scripts.
 
 {"results": {"parameters": {…},
              "metrics": [{"MetricName", "MeasuredValue", "Units", "Timestamp", "AdditionalData"}]}}
@@ -37,7 +38,8 @@ class Metric:
 
 
 class TrainingMetrics:
-    """Reads, changes and replaces `json_file`; several writers (a notebook and its rank 0) may take turns.
+    """Reads, changes and replaces `json_file`; several writers (a notebook and its rank 0) may take
+    turns.
 
     Call it on one rank only.
     """
@@ -51,20 +53,20 @@ class TrainingMetrics:
         Raises:
             ValueError: the file holds something else.
         """
-        if not self.json_file.exists():
+        if not self.json_file.exists():  # a FIFO or a device is refused below
             return {"results": {"parameters": {}, "metrics": []}}
         try:
-            content = json.loads(self.json_file.read_text())
+            content = json.loads(self.json_file.read_text()) if self.json_file.is_file() else None
             results = content["results"]
             fits = isinstance(results["parameters"], dict) and isinstance(results["metrics"], list)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             fits = False
         if not fits:
             raise ValueError(f"{self.json_file} holds no results of a run: name another file")
         return content
 
     def update(self, change: Callable[[dict], Any]) -> None:
-        """Lets `change` edit the content in place. A reader sees the file before or after, never in between."""
+        """Lets `change` edit the content. A reader sees the file before or after, nothing between."""
         self.json_file.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.json_file.parent, os.O_RDONLY)
         try:
@@ -84,7 +86,7 @@ class TrainingMetrics:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: tensors and NumPy values as numbers and lists, anything unknown as text."""
+    """`value` as JSON can hold it: tensors and arrays as numbers and lists, the unknown as text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):

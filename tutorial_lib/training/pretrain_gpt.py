@@ -10,6 +10,7 @@ and the same command with `--load` goes on as if nothing had happened, bit for b
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,8 +36,8 @@ from tutorial_lib.xla_model import xla_device
 
 from . import gpt_checkpoint
 from .gpt_arguments import GPTArguments, parse_arguments
-from .gpt_logger import GPTLogger
 from .interruption import Interruption, end_with_parent
+from .logger import GPTLogger
 from .loop import Step, train
 from .memory import require_memory
 from .schedules import SampleScheduler
@@ -132,18 +133,17 @@ def _pretrain(
             saved = iteration
 
     def after(step: Step) -> bool:
-        logger.log(step, sampler.consumed_samples)
+        logger.log(step)
         if on_step is not None:
             on_step(step)
         run.stopped_by = interruption.agreed()
         if validation is not None and step.step % arguments.eval_interval == 0:
             run.validation[step.step] = evaluate(arguments, model, validation)
-            logger.log_validation(step.step, run.validation[step.step])
+            logger.log_validation(step, run.validation[step.step])
         if arguments.save_dir and step.step % arguments.save_interval == 0:
             save(step.step)
         if run.stopped_by and dist.get_rank() == 0:
             print(f" {run.stopped_by}: ending after iteration {step.step}", flush=True)
-        logger.restart_clock()
         asked = arguments.exit_interval
         return bool(run.stopped_by) or (asked is not None and step.step % asked == 0)
 
@@ -154,8 +154,7 @@ def _pretrain(
         num_workers=arguments.num_workers,
         broadcast=arguments.broadcast_data,
     )
-    with logger, Interruption() as interruption:
-        logger.restart_clock()
+    with closing(logger), Interruption() as interruption:
         run.steps = train(
             model,
             optimizer,
@@ -169,6 +168,7 @@ def _pretrain(
         )
         if run.steps:
             save(run.steps[-1].step)
+        logger.finish()
     return run
 
 

@@ -37,7 +37,7 @@ class Throughput:
         self.reset_time()
 
     def reset_time(self) -> None:
-        """Starts the clock anew, so that what happened since the last call (a save, a validation) does not count."""
+        """Starts the clock anew: what happened since the last call (a save, say) does not count."""
         self._start = time.perf_counter()
 
     def get_throughput(self) -> float:
