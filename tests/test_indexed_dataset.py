@@ -8,7 +8,7 @@ import pytest
 
 from tests.megatron import import_megatron
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, idx_path, token_dtype
-from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder, merge_datasets
+from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6]]
 BIN = "010002000300040005000600"
@@ -74,43 +74,6 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, empties):
     assert parse_index(tmp_path / "a") == expected
     data = IndexedDataset(tmp_path / "a")
     assert [data[i].tolist() for i in range(len(data))] == kept
-
-
-def test_merge(tmp_path):
-    a = build(tmp_path / "a", [[1] * 3, [2] * 2], np.int32)
-    b = build(tmp_path / "b", [[3] * 4, [4]], np.int32)
-    merged = merge_datasets([a, b], tmp_path / "ab")
-    expected = 4, [3, 2, 4, 1], [0, 12, 20, 36], [0, 1, 2, 3, 4]
-    assert parse_index(tmp_path / "ab") == expected
-    assert [merged[i].tolist() for i in range(4)] == [[1] * 3, [2] * 2, [3] * 4, [4]]
-
-
-def test_merge_refuses_what_does_not_go_together(tmp_path):
-    a = build(tmp_path / "a", [[1]], np.int32)
-    b = build(tmp_path / "b", [[1]], np.uint16)
-    with pytest.raises(ValueError, match="uint16.*int32"):
-        merge_datasets([a, b], tmp_path / "ab")
-    with pytest.raises(ValueError, match="one of the data sets to merge"):
-        merge_datasets([a, b], tmp_path / "a")
-    with pytest.raises(ValueError, match="no data set"):
-        merge_datasets([], tmp_path / "ab")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
-
-
-def test_a_document_in_pieces_and_documents_of_several_sequences(tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "a", np.int32) as builder:
-        for piece in np.array_split(np.arange(1000), 7):
-            builder.add_tokens(piece)
-        builder.end_document()
-        builder.add_tokens([5, 6])
-        builder.end_sequence()
-        builder.add_tokens([7])
-        builder.end_document()
-    assert parse_index(tmp_path / "a") == (4, [1000, 2, 1], [0, 4000, 4008], [0, 1, 3])
-    data = IndexedDataset(tmp_path / "a")
-    assert np.array_equal(data[0], np.arange(1000)) and data[1].tolist() == [5, 6]
-    merged = merge_datasets([tmp_path / "a", tmp_path / "a"], tmp_path / "b")
-    assert merged.document_indices.tolist() == [0, 1, 3, 4, 6]
 
 
 def test_many_documents_at_once(tmp_path):
@@ -210,13 +173,6 @@ def test_truncated_index(golden, length):
         IndexedDataset(golden)
 
 
-def test_tokens_of_another_vocabulary(golden):
-    data = IndexedDataset(golden)
-    data.check_vocabulary(7)
-    with pytest.raises(ValueError, match=r"golden\.bin.*token 5 has id 6.*vocabulary has 6"):
-        data.check_vocabulary(6)
-
-
 def random_documents(count, vocab_size=1000):
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab_size, n) for n in rng.integers(1, 50, count)]
@@ -250,15 +206,3 @@ def test_megatron_core_writes_the_same_bytes_and_each_reads_the_other(tmp_path, 
     for i, document in enumerate(documents):
         assert np.array_equal(read_by_it[i], document) and np.array_equal(read_by_us[i], document)
     assert np.array_equal(read_by_it.document_indices, read_by_us.document_indices)
-
-
-def test_megatron_core_merges_the_same(tmp_path):
-    megatron, _, _ = import_megatron()
-    parts = [build(tmp_path / str(i), random_documents(20 + i), np.int32) for i in range(3)]
-    merge_datasets(parts, tmp_path / "ours")
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), np.int32)
-    for part in parts:
-        builder.add_index(str(part))
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for path in (bin_path, idx_path):
-        assert path(tmp_path / "ours").read_bytes() == path(tmp_path / "theirs").read_bytes()

@@ -289,13 +289,6 @@ def test_the_tutorials_command(tmp_path, tokenizer_files, tokenize):
         found = path(tmp_path / "my-gpt2_text_document")
         assert found.read_bytes() == path(expected.prefix).read_bytes()
 
-    result = run_script(
-        *("merge_datasets", "--input", tmp_path / "my-gpt2_text_document", expected.prefix),
-        *("--output-prefix", tmp_path / "both"),
-    )
-    assert result.returncode == 0 and "40 documents" in result.stdout
-    assert len(IndexedDataset(tmp_path / "both")) == 40
-
 
 def test_the_command_trains_a_tokenizer_where_none_is_given(tmp_path):
     lines = write_lines(tmp_path / "in.jsonl", sentences(200))

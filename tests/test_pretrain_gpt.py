@@ -24,7 +24,6 @@ from transformers import GPT2LMHeadModel
 from tutorial_lib.checkpoint.__main__ import main as tools
 from tutorial_lib.checkpoint.shards import Shards
 from tutorial_lib.checkpoint.tags import complete, latest
-from tutorial_lib.data import gpt_batches
 from tutorial_lib.data.gpt_dataset import build_gpt_datasets
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 from tutorial_lib.models.full_weights import full_tensors
@@ -100,7 +99,6 @@ RESUMED = [
             tensor_model_parallel_size=2,
             recompute_activations=True,
             num_workers=1,
-            broadcast_data=True,
         ),
         "save",
     ),
@@ -108,7 +106,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(
-    "changes, save", RESUMED, ids=["tp", "sequence, zero1, xser", "bf16", "broadcast"]
+    "changes, save", RESUMED, ids=["tp", "sequence, zero1, xser", "bf16", "worker"]
 )
 def test_interrupted_and_resumed_equals_uninterrupted(ranks, data, tmp_path, changes, save):
     """With dropout: every random stream has to go on where it was."""
@@ -205,38 +203,9 @@ def test_keeping_the_last_checkpoint_only(ranks, data, tmp_path):
     assert content["consumed_train_samples"] == 48 and content["arguments"]["lr"] == 1e-2
 
 
-def reads(given):
-    """How often each rank reads, and a batch."""
-    count = 0
-
-    class Counted(gpt_batches.GPTDataset):
-        def __getitem__(self, index):
-            nonlocal count
-            count += 1
-            return super().__getitem__(index)
-
-    training, _, _ = build_gpt_datasets(given.data_path, "1", (48, 0, 0), 16, 1234)
-    training.__class__ = Counted
-    sampler = gpt_batches.ResumableBatchSampler(training, 2, shuffle=False)
-    stream = gpt_batches.gpt_batches(
-        training, sampler, torch.device("cpu"), broadcast=given.broadcast_data
-    )
-    batches = [next(stream) for _ in range(3)]
-    assert all(torch.equal(b["input_ids"][:, 1:], b["targets"][:, :-1]) for b in batches)
-    return count, [batch["input_ids"].tolist() for batch in batches]
-
-
-def test_one_rank_reads_for_its_group(ranks, data):
-    each = ranks(reads, arguments(data), world_size=4, tp=2)
-    group = ranks(reads, arguments(data, broadcast_data=True), world_size=4, tp=2)
-    assert [count for count, _ in each] == [6] * 4 and [count for count, _ in group] == [6, 0, 6, 0]
-    assert [batches for _, batches in each] == [batches for _, batches in group]
-    assert each[0][1] == each[1][1] != each[2][1] == each[3][1]
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_token_that_the_model_has_not_ends_all_ranks(ranks, data, tmp_path, tp):
-    """Of two replicas one meets it first; of a group one rank reads."""
+    """One of two replicas meets it first."""
     with IndexedDatasetBuilder(tmp_path / "wrong", np.uint16) as builder:
         builder.add_documents(np.append(np.zeros(999, np.int64), VOCABULARY), [1000])
     given = arguments(
@@ -246,7 +215,6 @@ def test_a_token_that_the_model_has_not_ends_all_ranks(ranks, data, tmp_path, tp
         eval_iters=0,
         train_iters=20,
         tensor_model_parallel_size=tp,
-        broadcast_data=tp == 2,
     )
     errors = ranks(run, given, world_size=2, tp=tp, return_exceptions=True)
     assert all(isinstance(error, ValueError) for error in errors), errors

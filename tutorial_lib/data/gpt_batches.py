@@ -1,4 +1,4 @@
-"""Micro-batches for GPT on the model's device, read by each rank or by one for its group."""
+"""Micro-batches for GPT on the model's device."""
 
 import signal
 from collections.abc import Iterator
@@ -16,43 +16,31 @@ def gpt_batches(
     device: torch.device,
     *,
     num_workers: int = 0,
-    broadcast: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """An endless stream of `{"input_ids", "targets"}`, each int64 `[B, S]`, from the position on.
 
-    The ranks of a tensor-parallel group get the same samples. By default each reads them for
-    itself, which costs no communication. Where the files are on a slow or distant disk, one can
-    read for the group: a T-th of the reads.
+    Each rank of a tensor-parallel group reads the same samples, which costs no communication.
 
     Args:
         dataset: samples of S + 1 tokens.
         sampler: which of them, and the batch size B.
         device: of the model.
-        num_workers: processes that read ahead, for each rank that reads.
-        broadcast: the first rank of each tensor-parallel group reads, the others are sent.
+        num_workers: processes that read ahead, for each rank.
 
     Raises:
         Exception: what a rank met while reading, on every rank.
     """
-    reads = not broadcast or parallel_state.get_tensor_model_parallel_rank() == 0
-    stream = None
-    if reads:
-        loader = data_loader(
-            dataset, sampler, num_workers=num_workers, worker_init_fn=_leave_interrupts_to_the_rank
-        )
-        stream = iter(loader)
-    shape = (sampler.batch_size, dataset.seq_length + 1)
+    loader = data_loader(
+        dataset, sampler, num_workers=num_workers, worker_init_fn=_leave_interrupts_to_the_rank
+    )
+    stream = iter(loader)
     while True:
-        text, error = torch.zeros(shape, dtype=torch.int64, device="cpu"), None
+        text, error = None, None
         try:
-            if reads:
-                text = next(stream)["text"]
+            text = next(stream)["text"].to(device)
         except Exception as raised:  # raised again below, on every rank
             error = raised
         comm.raise_on_all(error, parallel_state.get_world_group())
-        text = text.to(device)
-        if broadcast:
-            text = comm.broadcast(text)
         yield {"input_ids": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 

@@ -122,12 +122,6 @@ class IndexedDataset:
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Read all tokens; ValueError if one is not in a vocabulary of `vocab_size`."""
-        for first in range(0, self.num_tokens, BLOCK):
-            where = f"{bin_path(self.prefix)}, from token {first:,} on"
-            check_tokens(self._tokens[first : first + BLOCK], vocab_size, where)
-
     def __reduce__(self):
         return IndexedDataset, (self.prefix,)  # a worker of a data loader maps the files itself
 

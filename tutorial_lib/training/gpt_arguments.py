@@ -95,7 +95,6 @@ class GPTArguments:
     data_impl: Literal["mmap"] = option("mmap", "of the data set")
     data_cache_path: str | None = option(None, "folder of the sample index; default the data's")
     num_workers: Whole = option(0, "processes that read ahead, for each rank")
-    broadcast_data: bool = option(False, "one rank reads for its tensor-parallel group")
 
     # checkpoints
     save: str | None = option(None, "folder of checkpoints, one file for each shard")
@@ -104,7 +103,6 @@ class GPTArguments:
     keep_last_checkpoint_only: bool = option(False, "remove a checkpoint once a later is complete")
     load: str | None = option(None, "folder to go on from; none in it: start anew")
     load_xser: str | None = option(None, "the same: the form is recognised")
-    checkpoint_workers: Count = option(8, "ranks of a node that read or write at a time")
     exit_interval: Count | None = option(None, "end after a step that this divides")
 
     # logs

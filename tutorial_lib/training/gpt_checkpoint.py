@@ -19,9 +19,7 @@ def load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
             print(f" no checkpoint in {Path(folder).name}: starting anew", flush=True)
         return 0
     separate_replicas()  # where the checkpoint is of another mesh, its random states do not fit
-    content = load_checkpoint(
-        folder, None, model, optimizer, scheduler, num_workers=arguments.checkpoint_workers
-    )
+    content = load_checkpoint(folder, None, model, optimizer, scheduler)
     together(_go_on, sampler, content)
     if dist.get_rank() == 0:
         print(f" loaded iteration {content['iteration']} of {Path(folder).name}", flush=True)
@@ -58,7 +56,6 @@ def save(arguments: GPTArguments, iteration: int, model, optimizer, scheduler, s
         optimizer,
         scheduler,
         content,
-        num_workers=arguments.checkpoint_workers,
         use_xser=arguments.save_xser is not None,
         num_kept_ckpts=1 if arguments.keep_last_checkpoint_only else None,
         step=iteration,

@@ -147,13 +147,7 @@ def _pretrain(
         asked = arguments.exit_interval
         return bool(run.stopped_by) or (asked is not None and step.step % asked == 0)
 
-    batches = gpt_batches(
-        training,
-        sampler,
-        xla_device(),
-        num_workers=arguments.num_workers,
-        broadcast=arguments.broadcast_data,
-    )
+    batches = gpt_batches(training, sampler, xla_device(), num_workers=arguments.num_workers)
     with closing(logger), Interruption() as interruption:
         run.steps = train(
             model,
@@ -181,7 +175,7 @@ def evaluate(arguments: GPTArguments, model: torch.nn.Module, dataset: GPTDatase
     """
     sampler = _validation_sampler(arguments, dataset)
     device, dp_group = xla_device(), parallel_state.get_data_parallel_group()
-    batches = gpt_batches(dataset, sampler, device, broadcast=arguments.broadcast_data)
+    batches = gpt_batches(dataset, sampler, device)
     one = torch.ones((), device=device)
     accumulation = arguments.accumulation(parallel_state.get_data_parallel_size())
     loss = count = torch.zeros((), device=device)

@@ -80,9 +80,9 @@ class SampleScheduler:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.at(self.samples)
 
-    def step(self, samples: int | None = None) -> None:
-        """Counts `samples` more as trained on; by default those of a step."""
-        self.samples += self.samples_per_step if samples is None else samples
+    def step(self) -> None:
+        """Counts the samples of a step as trained on."""
+        self.samples += self.samples_per_step
         self._set()
 
     def get_last_lr(self) -> list[float]:
