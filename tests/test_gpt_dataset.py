@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.megatron import import_megatron
+from tests.megatron_core import import_megatron
 from tutorial_lib.data import gpt_index
 from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_documents
 from tutorial_lib.data.gpt_index import build_indices, build_sample_index, cached_indices

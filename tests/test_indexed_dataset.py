@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.megatron import import_megatron
+from tests.megatron_core import import_megatron
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, idx_path, token_dtype
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
 

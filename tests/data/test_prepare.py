@@ -162,8 +162,8 @@ from data_scripts.prepare import prepare
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
-    print(prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2, workers=1,
-                  progress=False).folder)
+    print(prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2,
+                  workers=1, progress=False).folder)
 except OSError as error:
     print(error)
 """
@@ -274,7 +274,7 @@ import resource, sys
 from data_scripts.prepare import prepare
 limit = int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2, workers=1,
+prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2,
         progress=False)
 """
 

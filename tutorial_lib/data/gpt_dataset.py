@@ -101,9 +101,9 @@ class GPTDataset(Dataset):
         row = int(self.indices.shuffle[index])
         (place, offset), (last, end) = self.indices.sample[row : row + 2].tolist()
         parts = []
-        for place in range(place, last + 1):
-            sequence = int(self.indices.document[place])
-            stop = end + 1 if place == last else int(self.indexed.sequence_lengths[sequence])
+        for document in range(place, last + 1):
+            sequence = int(self.indices.document[document])
+            stop = end + 1 if document == last else int(self.indexed.sequence_lengths[sequence])
             parts.append((sequence, offset, stop - offset))
             offset = 0
         return parts

@@ -66,7 +66,7 @@ class TrainingMetrics:
         return content
 
     def update(self, change: Callable[[dict], Any]) -> None:
-        """Lets `change` edit the content. A reader sees the file before or after, nothing between."""
+        """Lets `change` edit the content. A reader sees the file before or after, whole."""
         self.json_file.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.json_file.parent, os.O_RDONLY)
         try:
