@@ -105,9 +105,11 @@ def load_byte_pair(vocab: Path, merges: Path, vocab_size: int | None = None) -> 
         if sorted(ids.values()) != list(range(size)):
             raise ValueError(f"its ids are not 0 to {size - 1}")
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{vocab} is no vocabulary of token: id in JSON: {error}") from error
+        raise ValueError(f"{vocab} is not a vocabulary of token: id in JSON: {error}") from error
     if END_OF_DOCUMENT not in ids:
-        raise ValueError(f"{vocab} lacks {END_OF_DOCUMENT}: no vocabulary of GPT-2's kind")
+        raise ValueError(
+            f"{vocab} does not have {END_OF_DOCUMENT}, so it is not a vocabulary like GPT-2's"
+        )
     if vocab_size not in (None, size):
         raise ValueError(f"{vocab} holds {size:,} tokens, not vocab_size {vocab_size:,}")
     try:

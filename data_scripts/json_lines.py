@@ -17,7 +17,7 @@ def read_block(path: Path, keys: tuple[str, ...], start: int, stop: int) -> list
     """The texts of each key, of the lines that begin in bytes `start` to `stop`.
 
     Raises:
-        ValueError: a line is no object with texts in these keys, with the line's number.
+        ValueError: a line is not an object with texts in these keys, with the line's number.
     """
     columns: list[list[str]] = [[] for _ in keys]
     with open(path, "rb") as lines:
@@ -31,8 +31,8 @@ def read_block(path: Path, keys: tuple[str, ...], start: int, stop: int) -> list
                 entry = json.loads(line)
                 for column, key in zip(columns, keys):
                     if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-                        raise ValueError(f"no object with a text in {key!r}")
-                    entry[key].encode()  # half of a surrogate pair is no character
+                        raise ValueError(f"not an object with a text in {key!r}")
+                    entry[key].encode()  # half of a surrogate pair is not a character
                     column.append(entry[key])
             except (ValueError, RecursionError) as error:
                 raise ValueError(

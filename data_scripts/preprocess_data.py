@@ -1,9 +1,9 @@
 """From JSON lines to Megatron-LM's data set: `python -m data_scripts.preprocess_data`.
 
 Writes `PREFIX_KEY_document.bin` and `.idx` for each key, a document a line. A document without
-tokens is left out. The file is cut into blocks of bytes which worker processes read, tokenize and
-hand back in order, a few at a time: memory does not grow with the file, nor bytes change with the
-number of workers.
+tokens is left out. The file is divided into blocks of bytes, which worker processes read, tokenize
+and hand back in order, a few at a time: memory does not grow with the file, nor do bytes change
+with the number of workers.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def preprocess(
 
     Raises:
         FileNotFoundError: no input or no tokenizer.
-        ValueError: a line is no object with these keys (with its number), a key comes twice, or
+        ValueError: a line is not an object with these keys (with its number), a key comes twice, or
             there is no text.
     """
     for name, value in (("workers", workers), ("log_interval", log_interval), ("keys", len(keys))):

@@ -128,7 +128,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
     if vocab_size not in (None, size := tokenizer.get_vocab_size()):
         raise ValueError(f"{path} holds {size:,} tokens, not vocab_size {vocab_size:,}")
     return tokenizer

@@ -105,7 +105,9 @@ def check_vocab(path: Path, size: int | None = None) -> list[str]:
     with open(path, encoding="utf-8", newline="\n") as lines:
         tokens = [line.rstrip("\r\n") for line in lines]
     if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: no WordPiece vocabulary of BERT")
+        raise ValueError(
+            f"{path} does not have {', '.join(missing)}, so it is not a vocabulary of BERT"
+        )
     if len(set(tokens)) != len(tokens):
         seen: set[str] = set()
         twice = next(token for token in tokens if token in seen or seen.add(token))

@@ -141,7 +141,7 @@ def test_truncated_bin_or_index_of_another_data_set(golden, change):
 @pytest.mark.parametrize(
     "offset, new, message",
     [
-        (0, b"TNTIDX\0\0", "no index of Megatron-LM"),
+        (0, b"TNTIDX\0\0", "not an index of Megatron-LM"),
         (9, struct.pack("<Q", 2), "version 2"),
         (17, b"\x06", "type code 6"),
         (18, struct.pack("<Q", 4), "is damaged"),  # number of sequences

@@ -185,9 +185,9 @@ def test_results_do_not_pile_up(tokenize, monkeypatch):
     [
         (1, "{", "line 5: Expecting"),
         (2, "{", "line 5: Expecting"),
-        (1, "[]", "line 5: no object with a text in 'text'"),
-        (1, '{"title": "a"}', "line 5: no object with a text in 'text'"),
-        (1, '{"text": 3}', "line 5: no object with a text in 'text'"),
+        (1, "[]", "line 5: not an object with a text in 'text'"),
+        (1, '{"title": "a"}', "line 5: not an object with a text in 'text'"),
+        (1, '{"text": 3}', "line 5: not an object with a text in 'text'"),
         (1, '{"text": "half \\ud83d"}', "line 5: .* surrogates not allowed"),
         (1, '{"text": "a", "deep": ' + 200_000 * "[" + 200_000 * "]" + "}", "line 5: .* recursion"),
     ],
@@ -247,10 +247,10 @@ def test_wrong_tokenizer_files(tmp_path, tokenizer_files):
     ids = json.loads(vocab.read_text())
     changed = tmp_path / "vocab.json"
     for content, message in [
-        ("{", "vocab.json is no vocabulary"),
-        ("[1]", "vocab.json is no vocabulary"),
+        ("{", "vocab.json is not a vocabulary"),
+        ("[1]", "vocab.json is not a vocabulary"),
         (json.dumps(ids | {"gap": 400}), "ids are not 0 to 300"),
-        (json.dumps({str(i): i for i in range(9)}), "lacks <|endoftext|>"),
+        (json.dumps({str(i): i for i in range(9)}), "does not have <|endoftext|>"),
         (json.dumps({END_OF_DOCUMENT: 0, "a": 1}), "merges.txt does not go with"),
     ]:
         changed.write_text(content)

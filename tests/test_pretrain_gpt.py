@@ -318,8 +318,8 @@ def test_samples_are_counted_over_a_change_of_the_batch(ranks, data, tmp_path):
 @pytest.mark.parametrize(
     "name, content, text",
     [
-        ("metrics_file", "{", "holds no results"),
-        ("metrics_file", '{"results": []}', "holds no results"),
+        ("metrics_file", "{", "does not hold the results"),
+        ("metrics_file", '{"results": []}', "does not hold the results"),
         ("tensorboard_dir", "", "File exists"),
         ("vocab_file", "[1]", "not a vocabulary in JSON"),
         ("vocab_file", '{"a": 0, "b": 7}', "ids are not 0 to 1"),

@@ -71,7 +71,7 @@ def test_a_given_tokenizer(blocks, data_dir, tmp_path):
     wrong = tmp_path / "tokenizer.json"
     wrong.write_text("{}")
     for options, error, message in [
-        ({"tokenizer": wrong}, ValueError, "is no tokenizer.json"),
+        ({"tokenizer": wrong}, ValueError, "is not a tokenizer.json"),
         ({"tokenizer": tmp_path / "none"}, FileNotFoundError, "no tokenizer at"),
         ({"tokenizer": given, "vocab_size": 50432}, ValueError, "8,192 tokens, not .* 50,432"),
         ({"tokenizer": given, "separator": "</s>"}, ValueError, "no token '</s>'"),

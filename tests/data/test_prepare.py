@@ -227,7 +227,7 @@ def test_wrong_vocabularies(tiny, tmp_path):
     del tiny["vocab_size"]
     for special in good[:5]:
         vocab.write_text("\n".join(token for token in good if token != special) + "\n")
-        with pytest.raises(ValueError, match=rf"lacks \{special}"):
+        with pytest.raises(ValueError, match=rf"does not have \{special}"):
             prepare(**tiny, tokenizer=vocab)
     vocab.write_text("\n".join([*good, "says"]) + "\n")
     with pytest.raises(ValueError, match="'says' twice"):

@@ -122,7 +122,7 @@ def split_weights(split: str) -> dict[str, float]:
     if len(weights) > 3 or not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError(f"split {split!r} is not up to three numbers from 0 on")
     if sum(weights) == 0:
-        raise ValueError(f"split {split!r} gives no document to any part")
+        raise ValueError(f"split {split!r} gives no document to any split")
     weights += [0.0] * (3 - len(weights))
     total = float(np.sum(weights))  # sum() rounds in another way from Python 3.12 on
     return {name: weight / total for name, weight in zip(SPLITS, weights)}
@@ -160,7 +160,7 @@ def build_gpt_datasets(
         seq_length, seed, vocab_size, cache_dir: see `GPTDataset`.
 
     Raises:
-        ValueError: samples are wanted of a part that has no document or no token.
+        ValueError: samples are wanted of a split that has no document or no token.
     """
     indexed = IndexedDataset(prefix)
     ranges = split_documents(split, len(indexed))

@@ -23,7 +23,7 @@ import numpy as np
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no integers
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
 UINT16_BELOW = 65500  # Megatron-LM's threshold on the size of the vocabulary
 BLOCK = 1 << 20  # numbers in memory at a time while writing and checking
 
@@ -141,7 +141,7 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     with open(idx, "rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC):
-        raise ValueError(f"{idx} is no index of Megatron-LM: it starts with {header[:9]!r}")
+        raise ValueError(f"{idx} is not an index of Megatron-LM: it starts with {header[:9]!r}")
     if len(header) < HEADER.size:
         raise ValueError(f"{idx} is cut short: {len(header)} bytes")
     _, version, code, n, m = HEADER.unpack(header)

@@ -155,7 +155,7 @@ class ResumableBatchSampler(DistributedSampler):
 
 def _check_count(name: str, count: int) -> None:
     if not isinstance(count, Integral) or count < 0:
-        raise ValueError(f"{name} is {count!r}, must be a whole number from 0 on")
+        raise ValueError(f"{name} is {count!r}, must be an integer of at least 0")
 
 
 class _PlacedBatches:

@@ -33,7 +33,7 @@ def _go_on(sampler, content: dict) -> None:
         ValueError: samples would come in another order than those that were trained on.
     """
     sampler.load_state_dict(content["sampler"])
-    for name, saved in content.get("data_order", {}).items():  # earlier checkpoints do not say
+    for name, saved in content.get("data_order", {}).items():  # earlier checkpoints lack it
         if saved != (mine := sampler.dataset.order.get(name)):
             raise ValueError(
                 f"the checkpoint's data are in the order for {name} {saved}, not {mine}: go on "

@@ -150,5 +150,5 @@ def train(
             on_step(step)
         if stop is not None and stop(step):
             break
-        meter.reset_time()  # a validation or a save is no part of a step
+        meter.reset_time()  # a validation or a save does not count as a step
     return done

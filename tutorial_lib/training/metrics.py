@@ -62,7 +62,9 @@ class TrainingMetrics:
         except (ValueError, KeyError, TypeError, RecursionError):
             fits = False
         if not fits:
-            raise ValueError(f"{self.json_file} holds no results of a run: name another file")
+            raise ValueError(
+                f"{self.json_file} does not hold the results of a run: name another file"
+            )
         return content
 
     def update(self, change: Callable[[dict], Any]) -> None:

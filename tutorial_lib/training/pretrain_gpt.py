@@ -54,7 +54,7 @@ class Run:
         steps: those of this run.
         validation: iteration → loss.
         stopped_by: the name of the signal that ended the run, or None.
-        model: this rank's part, trained.
+        model: this rank's shards, trained.
     """
 
     steps: list[Step]
@@ -261,7 +261,7 @@ def _complete_environment(backend: str) -> None:
     if missing := sorted({*names, "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
         raise SystemExit(f"error: {', '.join(missing)} not set: start the ranks with torchrun")
     rank, local_rank, world, local_world = (int(os.environ[name]) for name in names)
-    # On one node ranks talk over the loopback, as a laptop's own name often does not resolve.
+    # On one node over the loopback, as a laptop's own name often does not resolve.
     address = "127.0.0.1" if local_world == world else os.environ["MASTER_ADDR"]
     needed = backends.rank_environment(
         backend,
