@@ -481,6 +481,14 @@ def test_sizes_rates_and_data_have_no_default(capsys):
     required = [one.name for one in fields(GPTArguments) if one.default is MISSING]
     assert len(required) == 10
     assert all(f"--{name.replace('_', '-')}" in message for name in required)
+    for words, text in (
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["--lr-decay-style", "square"], "invalid choice: 'square'"),
+        (["--num-layers", "two"], "invalid int value: 'two'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments([*PUBLISHED.split(), *words])
+        assert text in capsys.readouterr().err
 
 
 def test_without_torchrun_it_says_so(data, monkeypatch):

@@ -259,7 +259,8 @@ def parse_arguments(words: list[str] | None = None) -> GPTArguments:
     )
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="accepted, without effect here")
-    return parser.parse_args_into_dataclasses(words, look_for_args_file=False)[0]
+    given = vars(parser.parse_args(words))  # which refuses unknown options by name
+    return GPTArguments(**{one.name: given[one.name] for one in fields(GPTArguments)})
 
 
 def command_line(arguments: GPTArguments) -> list[str]:
