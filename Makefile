@@ -17,7 +17,7 @@ XLA := import importlib.util as u; u.find_spec('torch_xla') or print('Without th
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c "$(SUPPORTED)"
-	@echo "Building $(VENV): some minutes, most of them for PyTorch and its CUDA libraries"
+	@echo "Building $(VENV): 4.5 GB to download, most of it CUDA libraries, and 9 GB on disk"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[xla,test]'
 	$(BIN)/python -m data_scripts.dump
