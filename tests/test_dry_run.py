@@ -77,7 +77,13 @@ def test_parts_of_all_ranks_are_the_hugging_face_model(name):
     assert total == hugging_face_count(run.config)
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
+QUICK = "llama2-7b"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != QUICK)) for name in TUTORIALS],
+)
 def test_the_published_runs(name):
     run, start = TUTORIALS[name], time.monotonic()
     found = dry_run(run, rank=run.world_size - 1)

@@ -94,9 +94,15 @@ def _graphs():
     return xla_cpu.graphs()
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams])
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "tp, zero, optimizer_class",
+    [
+        (1, True, torch.optim.AdamW),
+        (2, False, AdamW_FP32OptimParams),
+        pytest.param(2, True, torch.optim.AdamW, marks=pytest.mark.slow),
+        pytest.param(1, False, torch.optim.AdamW, marks=pytest.mark.slow),
+    ],
+)
 def test_float32_equals_the_cpu(ranks, tp, zero, optimizer_class):
     expected = ranks(train, optimizer_class, zero, 0.5, world_size=2, tp=tp)
     found = ranks(train, optimizer_class, zero, 0.5, world_size=2, tp=tp, backend="xla")

@@ -29,7 +29,9 @@ RATES = "memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidt
 ANY = custom(f"cores=64,{RATES}")
 
 
-@pytest.mark.parametrize("name", [*SMALL, *TUTORIALS])
+@pytest.mark.parametrize(
+    "name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in TUTORIALS)]
+)
 def test_equals_the_dry_run(name):
     run = SMALL[name] if name in SMALL else TUTORIALS[name]
     dry, plan = dry_run(run), Plan(run, ANY)

@@ -88,7 +88,7 @@ def same_weights(first: dict, second: dict) -> bool:
 
 
 RESUMED = [
-    (dict(tensor_model_parallel_size=2), "save"),
+    pytest.param(dict(tensor_model_parallel_size=2), "save", marks=pytest.mark.slow),
     (
         dict(tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
         "save_xser",
