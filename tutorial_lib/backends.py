@@ -1,6 +1,8 @@
-"""The backends `cpu`, `cuda` and `xla`: a rank's environment, its process group, its device, the end of its step.
+"""The backends `cpu`, `cuda` and `xla`: a rank's environment, its process group, its device, the
+end of its step.
 
-The same three calls serve the engines of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM and the tests.
+The same three calls serve the engines of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM
+and the tests.
 """
 
 import importlib.util
@@ -23,7 +25,9 @@ LAUNCH_VARIABLES = (
 
 
 def on_trainium() -> bool:
-    """True where the vendor's PJRT plugin is installed; elsewhere `xla` means XLA between CPU processes."""
+    """True where the vendor's PJRT plugin is installed; elsewhere `xla` means XLA between CPU
+    processes.
+    """
     return importlib.util.find_spec("libneuronxla") is not None
 
 
@@ -35,7 +39,9 @@ def only_compiles() -> bool:
 
 
 def check_backend(backend: str) -> None:
-    """Raises ValueError if `backend` is unknown or cannot work on this machine, with what is missing."""
+    """Raises ValueError if `backend` is unknown or cannot work on this machine, with what is
+    missing.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "cuda" and not torch.cuda.is_available():
@@ -62,15 +68,18 @@ def rank_environment(
     threads: int = 1,
     root_addr: str | None = None,
 ) -> dict[str, str]:
-    """The environment of one rank, as `torchrun` would set it, to be in place before torch-xla is imported.
+    """The environment of one rank, as `torchrun` would set it, to be in place before torch-xla is
+    imported.
 
     Args:
         backend: one of `BACKENDS`.
         rank, world_size: this rank and the number of ranks over all nodes.
-        master_addr, master_port: where rank 0 serves the rendezvous. An address rather than a name: a laptop's
-            own name often does not resolve.
-        local_rank, local_world_size: rank and number of ranks on this node; by default a single node.
-        threads: threads each rank computes with. More ranks × threads than cores slow every rank down.
+        master_addr, master_port: where rank 0 serves the rendezvous. An address rather than a name:
+            a laptop's own name often does not resolve.
+        local_rank, local_world_size: rank and number of ranks on this node; by default a single
+            node.
+        threads: threads each rank computes with. More ranks × threads than cores slow every rank
+            down.
         root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of
             Trainium meet there.
 
@@ -99,8 +108,9 @@ def rank_environment(
     }
     if backend == "xla":
         if on_trainium():
-            # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from the variables
-            # above, at import, if it believes that torchrun started the process (torch_xla/_internal/neuron.py).
+            # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from
+            # the variables above, at import, if it believes that torchrun started the process
+            # (torch_xla/_internal/neuron.py).
             environment["TORCHELASTIC_RUN_ID"] = "tutorial"
             environment["PJRT_DEVICE"] = "NEURON"
             environment["NEURON_RT_ROOT_COMM_ID"] = f"{root_addr or master_addr}:{NEURON_ROOT_PORT}"
@@ -126,8 +136,9 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
     """Joins the process group that the environment describes (`rank_environment`, or `torchrun`).
 
     Args:
-        backend: `cpu` (gloo), `cuda` (NCCL, with gloo for what lives on the host) or `xla`: torch-xla's own on
-            Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for what is traced.
+        backend: `cpu` (gloo), `cuda` (NCCL, with gloo for what lives on the host) or `xla`:
+            torch-xla's own on Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for
+            what is traced.
         timeout: seconds that a host-side collective waits for its peers.
         store: where the ranks meet, in place of the one at MASTER_ADDR and MASTER_PORT.
     """
@@ -136,11 +147,13 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
     if store is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         options |= {"store": store, "rank": rank, "world_size": world_size}
-    # gloo would take the interface that has the machine's name, which on Debian is the loopback one.
+    # gloo would take the interface that has the machine's name, which on Debian is the loopback
+    # one.
     master = os.environ.get("MASTER_ADDR")
     if master is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(master)
-    # A group that is made later gets torch's own default otherwise, half an hour, and not the time-out of the world.
+    # A group that is made later gets torch's own default otherwise, half an hour, and not the
+    # time-out of the world.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options[
         "timeout"
     ]
@@ -172,7 +185,9 @@ def get_device(backend: str) -> torch.device:
 
 
 def uses_xla() -> bool:
-    """Whether this process computes with torch-xla. That it is imported proves nothing: other libraries do that."""
+    """Whether this process computes with torch-xla. That it is imported proves nothing: other
+    libraries do that.
+    """
     if not dist.is_initialized():
         return False
     xla_cpu = sys.modules.get("tutorial_lib.xla_cpu")
@@ -180,7 +195,8 @@ def uses_xla() -> bool:
 
 
 def mark_step() -> None:
-    """The end of a step: on `xla`, what was traced since the last one is compiled (the first time) and run.
+    """The end of a step: on `xla`, what was traced since the last one is compiled (the first time)
+    and run.
 
     The same as torch-xla's own `torch_xla.sync()`, for code that runs on every backend; elsewhere
     nothing waits to be run. Every rank calls it, once a step and before it reads a value of that
@@ -198,7 +214,8 @@ def compilations() -> int:
         return 0
     import torch_xla.debug.metrics
 
-    # Those that torch-xla compiles itself: all on Trainium; elsewhere what was read without an end of the step.
+    # Those that torch-xla compiles itself: all on Trainium; elsewhere what was read without an end
+    # of the step.
     timed = torch_xla.debug.metrics.metric_data("CompileTime")
     own = 0 if timed is None else timed[0]
     if on_trainium():

@@ -1,4 +1,6 @@
-"""Which of a machine's addresses others reach it at. Imports no torch: an engine asks before its environment is set."""
+"""Which of a machine's addresses others reach it at. Imports no torch: an engine asks before its
+environment is set.
+"""
 
 import socket
 

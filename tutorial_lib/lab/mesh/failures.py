@@ -7,15 +7,19 @@ class MeshError(RuntimeError):
     """What was asked for cannot be done with the ranks as they are."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message alone, as the kernel's own frames say nothing about the fault."""
+        """What a notebook shows: the message alone, as the kernel's own frames say nothing about
+        the fault.
+        """
         return f"{type(self).__name__}: {self}".splitlines()
 
 
 class RankError(MeshError):
-    """A cell failed on one or more ranks. The message begins with the error of the rank that caused it.
+    """A cell failed on one or more ranks. The message begins with the error of the rank that caused
+    it.
 
     Attributes:
-        reports: for each rank that failed or hung, what it said (`tutorial_lib.lab.mesh.worker.report`).
+        reports: for each rank that failed or hung, what it said
+            (`tutorial_lib.lab.mesh.worker.report`).
     """
 
     def __init__(self, message: str, reports: dict[int, dict] | None = None):
@@ -33,8 +37,8 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
     """Who is to blame, first and in full; who waited, in one line.
 
     Args:
-        reports: by rank, `{"error": …, "frames": […], "line": …, "waited_in": …, "tensor": …}`. A rank that was
-            still inside the cell has no `error`; one that died has no frames.
+        reports: by rank, `{"error": …, "frames": […], "line": …, "waited_in": …, "tensor": …}`. A
+            rank that was still inside the cell has no `error`; one that died has no frames.
         finished: ranks that ended the cell without an error.
     """
     waiting = {rank: r for rank, r in reports.items() if r["waited_in"]}

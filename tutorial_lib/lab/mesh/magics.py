@@ -11,12 +11,14 @@ from tutorial_lib.lab.mesh.failures import RankError
 
 
 def register(mesh_that_is_up: Callable) -> None:
-    """Makes `%%px` and `%px` run on the mesh that the function returns; does nothing outside of IPython."""
+    """Makes `%%px` and `%px` run on the mesh that the function returns; does nothing outside of
+    IPython.
+    """
     shell = get_ipython()
     if shell is None:
         return
-    # IPython prints a wrong option or an unknown magic in place of raising it, and nbmake would count the cell, and all
-    # that follow and never run, as passed.
+    # IPython prints a wrong option or an unknown magic in place of raising it, and nbmake would
+    # count the cell, and all that follow and never run, as passed.
     shell.show_usage_error = lambda error: shell._showtraceback(
         UsageError, error, [f"UsageError: {error}"]
     )
@@ -29,7 +31,9 @@ def register(mesh_that_is_up: Callable) -> None:
         help="the cell is meant to fail: print its error; an error if it does not",
     )
     def px(line, cell):
-        """Runs the cell on every rank of the mesh. All of it is run before anything else; there is no background."""
+        """Runs the cell on every rank of the mesh. All of it is run before anything else; there is
+        no background.
+        """
         given = parse_argstring(px, line)
         wanted = given.rank
         try:

@@ -1,4 +1,5 @@
-"""The reader's side of several ranks in one notebook: start them, run cells on them, stop them, whatever happens.
+"""The reader's side of several ranks in one notebook: start them, run cells on them, stop them,
+whatever happens.
 
     mesh = Mesh(world_size=4, tp_size=2)
     mesh.start()
@@ -8,13 +9,15 @@
 
     mesh.gather("rank")      # [0, 1, 2, 3]
 
-One process is one rank. Ranks inherit the kernel's environment, less what a launcher left in it, and get what `torchrun`
-would give them. The kernel itself never touches a device and never imports torch-xla. Ranks run on the kernel's own
-machine (`tutorial_lib.lab.mesh.ranks`) or on nodes that SLURM gives (`tutorial_lib.lab.mesh.slurm`).
+One process is one rank. Ranks inherit the kernel's environment, less what a launcher left in it,
+and get what `torchrun` would give them. The kernel itself never touches a device and never imports
+torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.lab.mesh.ranks`) or on nodes that
+SLURM gives (`tutorial_lib.lab.mesh.slurm`).
 
-What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on all of them with a
-`RankError`, which begins with the guilty rank's own error. Ranks that still wait for it are released by closing the
-connections between the ranks; the next cell makes new ones. What cannot be released is killed; then `mesh.restart()`.
+What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on
+all of them with a `RankError`, which begins with the guilty rank's own error. Ranks that still wait
+for it are released by closing the connections between the ranks; the next cell makes new ones. What
+cannot be released is killed; then `mesh.restart()`.
 """
 
 import atexit
@@ -58,16 +61,19 @@ class Mesh:
 
     Args:
         world_size: number of ranks, one process each.
-        tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on every rank.
+        tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on
+            every rank.
         backend: `cpu`, `cuda` or `xla`.
-        timeout: seconds that a collective waits for its peers before it raises. By default 20; with XLA, which
-            compiles meanwhile, 120 on CPUs and 3600 on Trainium.
+        timeout: seconds that a collective waits for its peers before it raises. By default 20; with
+            XLA, which compiles meanwhile, 120 on CPUs and 3600 on Trainium.
         threads: threads each rank computes with.
         launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
-        slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
+        slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00
+            --exclusive"`.
 
     Raises:
-        ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before anything is started.
+        ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before
+            anything is started.
     """
 
     def __init__(
@@ -129,7 +135,9 @@ class Mesh:
     # ---- life ----
 
     def start(self) -> None:
-        """Starts the ranks, lets them reduce a number together and prints one line. Replaces a mesh that is up."""
+        """Starts the ranks, lets them reduce a number together and prints one line. Replaces a mesh
+        that is up.
+        """
         global _current
         began = time.perf_counter()
         if _current is not None:
@@ -198,7 +206,8 @@ class Mesh:
         """All ranks join a new process group, and show that they receive from one another."""
         self._call(worker.leave)
         address, key = self._ranks.address, secrets.token_hex(16)
-        # The kernel serves the store at which the ranks meet: its port is bound before a rank hears of it.
+        # The kernel serves the store at which the ranks meet: its port is bound before a rank hears
+        # of it.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family)
         port = server.getsockname()[1]
@@ -225,7 +234,8 @@ class Mesh:
     def reset(self) -> None:
         """A new process group on the same ranks. Their variables stay, but for groups made before.
 
-        A tensor that was being reduced in place when a collective failed may hold a part of the sum.
+        A tensor that was being reduced in place when a collective failed may hold a part of the
+        sum.
 
         Raises:
             MeshError: a rank is dead, or the backend cannot do it: `restart` is needed.
@@ -296,17 +306,22 @@ class Mesh:
         self._call(worker.assign, values)
 
     def gather(self, expression: str) -> list:
-        """The value of a variable (or expression) on each rank, in rank order; tensors are copied to the host."""
+        """The value of a variable (or expression) on each rank, in rank order; tensors are copied
+        to the host.
+        """
         self._make_ready()
         return self._call(worker.value, expression)
 
     def compilations(self) -> int:
-        """How many graphs the ranks have compiled since they started, all together; 0 on a backend that traces none."""
+        """How many graphs the ranks have compiled since they started, all together; 0 on a backend
+        that traces none.
+        """
         self._make_ready()
         return sum(self._call(backends.compilations))
 
     def hlo_texts(self) -> list[str]:
-        """Rank 0's graphs as the compiler got them, for `tutorial_lib.xla_cpu.graphs`, in the order of their first use.
+        """Rank 0's graphs as the compiler got them, for `tutorial_lib.xla_cpu.graphs`, in the order
+        of their first use.
 
         None on Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
         """
@@ -314,7 +329,9 @@ class Mesh:
         return self._call(worker.hlo_texts)[0]
 
     def _make_ready(self) -> None:
-        """Resets the ranks if that is all they need after a failure; raises MeshError if they need more."""
+        """Resets the ranks if that is all they need after a failure; raises MeshError if they need
+        more.
+        """
         if self._remedy == "reset":
             self.reset()
         if self._remedy:

@@ -1,9 +1,11 @@
 """The parent of the ranks on the kernel's machine: it forks them, and ends whatever they started.
 
-It imports torch once, before it forks, so that four ranks start as fast as one. Everything that a rank starts stays
-below this process, even if the process between them ends or the environment is cleared: on Linux the nursery is the
-"subreaper" that orphans are handed to (prctl(2)). It has no threads. When the kernel closes its channel or dies, the
-nursery ends all processes below it and removes the mesh's folder.
+It imports torch once, before it forks, so that four ranks start as fast as one. Everything that a
+rank starts stays
+below this process, even if the process between them ends or the environment is cleared: on Linux
+the nursery is the "subreaper" that orphans are handed to (prctl(2)). It has no threads. When the
+kernel closes its channel or dies, the nursery ends all processes below it and removes the mesh's
+folder.
 
 For ranks on other machines it starts nothing, and runs a command at the end that stops them there.
 """
@@ -31,7 +33,8 @@ TICK = 0.05  # seconds between looks at the ranks
 LINUX = sys.platform == "linux"
 PRELOAD = ("torch.distributed", "tutorial_lib.parallel_layers.parallel_state")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-# The ranks import what the kernel would, wherever the notebook's folder is: a `random.py` there must not be found first.
+# The ranks import what the kernel would, wherever the notebook's folder is: a `random.py` there
+# must not be found first.
 START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -41,7 +44,9 @@ main(*sys.argv[2:])
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """A command that calls `main(*arguments)` of a module of this package, with the kernel's own search path."""
+    """A command that calls `main(*arguments)` of a module of this package, with the kernel's own
+    search path.
+    """
     here = os.path.dirname(os.path.dirname(tutorial_lib.__file__))
     path = json.dumps([os.path.abspath(place or here) for place in sys.path])
     return [sys.executable, "-P", "-c", START.format(module=module), path, *arguments]
@@ -51,8 +56,9 @@ def main(settings: str) -> None:
     """Starts the ranks and watches over them until the kernel is gone.
 
     Args:
-        settings: JSON of `channel`, the descriptor of the connection to the kernel; `ranks`, a pair of descriptors for
-            each; `fork`, or None; `directory`, to be removed at the end; `end`, a command to be run then.
+        settings: JSON of `channel`, the descriptor of the connection to the kernel; `ranks`, a pair
+            of descriptors for each; `fork`, or None; `directory`, to be removed at the end; `end`,
+            a command to be run then.
     """
     given = json.loads(settings)
     kernel, parent = Connection(given["channel"]), os.getppid()
@@ -141,7 +147,9 @@ def _changes(ranks: dict[int, int]) -> list[tuple[int, int | str]]:
 
 
 def _collect(flags: int) -> Iterator[tuple[int, int]]:
-    """The children of this process that have changed; orphans that were handed to it are among them."""
+    """The children of this process that have changed; orphans that were handed to it are among
+    them.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, flags)
@@ -153,11 +161,14 @@ def _collect(flags: int) -> Iterator[tuple[int, int]]:
 
 
 def _end_descendants() -> None:
-    """Ends all processes below this one. They are asked first, so that device drivers can let go, then killed."""
+    """Ends all processes below this one. They are asked first, so that device drivers can let go,
+    then killed.
+    """
     for blow in itertools.chain([psutil.Process.terminate], itertools.repeat(psutil.Process.kill)):
         if not (below := _descendants()):
             return
-        # Helpers that unlink shared memory end by themselves once the processes that they serve are gone.
+        # Helpers that unlink shared memory end by themselves once the processes that they serve are
+        # gone.
         targets = [process for process in below if not _is_tracker(process)] or below
         for process in targets:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,6 @@
-"""What the ranks print, as the reader sees it: in rank order, what is equal once, and live while a cell takes long."""
+"""What the ranks print, as the reader sees it: in rank order, what is equal once, and live while a
+cell takes long.
+"""
 
 import os
 import re
@@ -37,8 +39,8 @@ def by_rank(texts: Mapping[int, str], world_size: int) -> str:
 def as_shown(text: str) -> str:
     """The text as a reader wants it.
 
-    Of a line that was overwritten (progress bars) the last state is left, as on a terminal. A cell is called so, and
-    not by the name that IPython gives it. Gloo's greetings are left out.
+    Of a line that was overwritten (progress bars) the last state is left, as on a terminal. A cell
+    is called so, and not by the name that IPython gives it. Gloo's greetings are left out.
     """
     lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
     lines = (_CELL_FILE.sub("cell", line) for line in lines if not line.startswith("[Gloo] Rank "))
@@ -46,7 +48,8 @@ def as_shown(text: str) -> str:
 
 
 class LiveOutput:
-    """Shows what the ranks print: of a long cell the first rank's lines at once, the rest in rank order at the end.
+    """Shows what the ranks print: of a long cell the first rank's lines at once, the rest in rank
+    order at the end.
 
     Notebooks that run without a reader (IPP_NONINTERACTIVE=1) show everything at the end.
     """

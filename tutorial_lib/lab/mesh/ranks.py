@@ -1,8 +1,11 @@
-"""The kernel's end of the ranks: a connection to each, what comes in on it, and the process behind it.
+"""The kernel's end of the ranks: a connection to each, what comes in on it, and the process behind
+it.
 
-A rank has two connections. One carries a task at a time and what it prints; the other leads to a thread of the rank
-that answers while the task is stuck. On the kernel's own machine they are pairs of sockets that the ranks inherit: no
-other process can reach them, and there is no port. Nothing here waits for a rank without a limit.
+A rank has two connections. One carries a task at a time and what it prints; the other leads to a
+thread of the rank
+that answers while the task is stuck. On the kernel's own machine they are pairs of sockets that the
+ranks inherit: no other process can reach them, and there is no port. Nothing here waits for a rank
+without a limit.
 """
 
 import contextlib
@@ -70,7 +73,8 @@ class Rank:
     Attributes:
         place: where it runs: `node`, `host`, `address`, `pid`; None until it is up.
         task: what it runs, or ran last.
-        status: `running`, `stopped` (SIGSTOP), `lost` (its connection is closed), or the exit status of its process.
+        status: `running`, `stopped` (SIGSTOP), `lost` (its connection is closed), or the exit
+            status of its process.
     """
 
     def __init__(self, task_connection: Connection, control: Connection):
@@ -78,6 +82,8 @@ class Rank:
         self.place: dict | None = None
         self.task = Task()
         self.status: str | int = "running"
+        self.answer: dict | None = None
+        self.lost_at = 0.0
         self._asked = 0
         for connection in (task_connection, control):
             limit(connection)
@@ -129,10 +135,11 @@ class Rank:
 
 
 class Ranks:
-    """The ranks on the kernel's own machine, in the order of their numbers; `slurm.SlurmRanks` are on others.
+    """The ranks on the kernel's own machine, in the order of their numbers; `slurm.SlurmRanks` are
+    on others.
 
-    Everything they leave on disk is in one temporary folder. The nursery ends them and removes the folder when the
-    kernel closes them, and also when it dies.
+    Everything they leave on disk is in one temporary folder. The nursery ends them and removes the
+    folder when the kernel closes them, and also when it dies.
 
     Args:
         count: how many.
@@ -210,7 +217,9 @@ class Ranks:
         return f"rank {rank} could not be started: {cause}{tail and '. The last lines of its log:'}{tail}"
 
     def pump(self, timeout: float) -> None:
-        """Takes in what the ranks and the nursery have sent, and waits for it at most `timeout` seconds."""
+        """Takes in what the ranks and the nursery have sent, and waits for it at most `timeout`
+        seconds.
+        """
         sources = {
             one: rank
             for rank in self.members
@@ -303,7 +312,9 @@ class Ranks:
 
 
 def limit(connection: Connection) -> None:
-    """Lets a rank that does not go on with a message raise BlockingIOError here, in place of a wait without end."""
+    """Lets a rank that does not go on with a message raise BlockingIOError here, in place of a wait
+    without end.
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL, 0))

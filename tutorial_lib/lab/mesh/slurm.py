@@ -1,10 +1,11 @@
 """Ranks on the nodes of a SLURM cluster: one job is one mesh.
 
-The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node and kernel have to
-share the folder of the repository. The ranks connect to the kernel, which listens on the network that it shares with
-them and lets in whoever proves that he knows a key. What is known of a rank's process comes from its connection and
-from the state of the job: SLURM ends the job if a node fails, if somebody cancels it or if its time is over, and then
-all of its ranks are gone.
+The notebook's kernel runs where `sbatch` does, on a head node say, and needs no accelerator. Node
+and kernel have to share the folder of the repository. The ranks connect to the kernel, which
+listens on the network that it shares with them and lets in whoever proves that he knows a key. What
+is known of a rank's process comes from its connection and
+from the state of the job: SLURM ends the job if a node fails, if somebody cancels it or if its time
+is over, and then all of its ranks are gone.
 """
 
 import getpass
@@ -123,8 +124,8 @@ class Job:
 
     @cached_property
     def end(self) -> str:
-        """Why it ended, the same for all ranks; with a node that is gone it may stay COMPLETING for minutes, but the
-        reason is there.
+        """Why it ended, the same for all ranks; with a node that is gone it may stay COMPLETING for
+        minutes, but the reason is there.
         """
         deadline = time.monotonic() + 20 * POLL
         while self.look() == "COMPLETING" and self.reason == "None" and time.monotonic() < deadline:
@@ -193,7 +194,9 @@ class SlurmRanks(Ranks):
         )
 
     def _accept(self, server: socket.socket, count: int) -> None:
-        """Lets the ranks in, each with two connections: it names itself by its job step's task number."""
+        """Lets the ranks in, each with two connections: it names itself by its job step's task
+        number.
+        """
         waiting: dict[str, Connection] = {}
         deadline, said = time.monotonic() + START_TIMEOUT, None
         while len(self.members) < count:
@@ -231,7 +234,9 @@ class SlurmRanks(Ranks):
                 one.lose()
 
     def kill(self, rank: int) -> None:
-        """Ends the job, and so all ranks: a rank that has to be killed leaves none that could go on."""
+        """Ends the job, and so all ranks: a rank that has to be killed leaves none that could go
+        on.
+        """
         _run("scancel", "--signal=KILL", self.job.job_id)
 
     def cause_of_death(self, rank: int) -> str:

@@ -1,8 +1,10 @@
-"""Waits for a task on several ranks until each has ended, one way or another: the one place where the kernel waits.
+"""Waits for a task on several ranks until each has ended, one way or another: the one place where
+the kernel waits.
 
-A rank may be beyond the reach of a message: stuck in a collective that a peer never enters, stopped, or inside a call
-that does not let go of Python's interpreter lock. So ranks that go on after another has failed are asked where they
-are, cut loose, interrupted and killed at last, in this order; each measure has a time-out.
+A rank may be beyond the reach of a message: stuck in a collective that a peer never enters,
+stopped, or inside a call that does not let go of Python's interpreter lock. So ranks that go on
+after another has failed are asked where they are, cut loose, interrupted and killed at last, in
+this order; each measure has a time-out.
 """
 
 import signal
@@ -12,14 +14,17 @@ from collections.abc import Callable
 
 from tutorial_lib.lab.mesh.ranks import PATIENCE, Ranks, Task
 
-# Seconds that ranks get to end by themselves once another has failed, and again after each stronger measure.
+# Seconds that ranks get to end by themselves once another has failed, and again after each stronger
+# measure.
 GRACE = 3.0
 TICK = 0.05  # seconds between looks at the ranks
 LOCKED = "a call that does not let go of Python's interpreter lock"
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts:` SIGINT is counted meanwhile, not raised: no message is left half read."""
+    """`with Interrupts() as interrupts:` SIGINT is counted meanwhile, not raised: no message is
+    left half read.
+    """
 
     def __enter__(self) -> "Interrupts":
         self.count = 0
@@ -45,7 +50,8 @@ class Watch:
         timeout: seconds that a collective waits for its peers.
 
     Attributes:
-        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.lab.mesh.worker.report` has it.
+        reports: after `wait`, what went wrong, by rank: as `tutorial_lib.lab.mesh.worker.report`
+            has it.
         dead: ranks whose process is gone.
         released: whether connections had to be cut.
         interrupted: whether the reader ended the task.
@@ -61,7 +67,9 @@ class Watch:
         self._asked_at = 0.0
 
     def wait(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Returns when no rank is busy with its task any more. An interrupt ends the task on all ranks."""
+        """Returns when no rank is busy with its task any more. An interrupt ends the task on all
+        ranks.
+        """
         failed_at = None
         with Interrupts() as interrupts:
             while pending := self._pending():
@@ -82,9 +90,11 @@ class Watch:
                     self.reports[rank] = found
 
     def in_step(self, world_size: int) -> bool:
-        """Whether the ranks can go on together: all failed, at the same line and none while it waited for another.
+        """Whether the ranks can go on together: all failed, at the same line and none while it
+        waited for another.
 
-        If only some failed, or at different places, one may have sent what another has not received.
+        If only some failed, or at different places, one may have sent what another has not
+        received.
         """
         places = {
             (r["error"].partition(":")[0], r["line"], r["waited_in"]) for r in self.reports.values()
@@ -109,7 +119,8 @@ class Watch:
         return rank in self.dead or self._tasks[rank].report is not None
 
     def _is_stuck(self, pending: list[int]) -> bool:
-        """Whether all that are still busy have been inside collectives for too long while a peer has left the cell.
+        """Whether all that are still busy have been inside collectives for too long while a peer
+        has left the cell.
 
         Collectives of the host have a time-out of their own; this is for those of a device.
         """
@@ -125,7 +136,9 @@ class Watch:
         return now - self._stuck_since > self._timeout + GRACE
 
     def _release(self, measures: tuple[str, ...]) -> None:
-        """Ends the task on all ranks: the connections between them are cut, then they are interrupted, then killed."""
+        """Ends the task on all ranks: the connections between them are cut, then they are
+        interrupted, then killed.
+        """
         self.released = True
         pending = self._pending()
         places = self._ranks.ask("where", pending)
@@ -161,7 +174,8 @@ class Watch:
         return _without_place(None) | {"line": LOCKED}
 
     def _report(self, rank: int) -> dict | None:
-        # What a rank raised before it died says more than its death: cutting connections may have killed it.
+        # What a rank raised before it died says more than its death: cutting connections may have
+        # killed it.
         if (report := self._tasks[rank].report) is not None:
             return report
         return _without_place(self._ranks.cause_of_death(rank)) if rank in self.dead else None

@@ -1,8 +1,11 @@
-"""What runs on a rank: a loop that takes a task from the kernel, runs it, and sends back what it prints and returns.
+"""What runs on a rank: a loop that takes a task from the kernel, runs it, and sends back what it
+prints and returns.
 
-A task is a cell, run by IPython, or one of the functions of this module. A thread answers the kernel while the task is
-stuck, as the main thread may be inside a collective that a peer never enters. torch is imported only after `boot` has
-put the rank's environment in place, unless the nursery has done so: OpenMP and torch-xla read it once.
+A task is a cell, run by IPython, or one of the functions of this module. A thread answers the
+kernel while the task is stuck, as the main thread may be inside a collective that a peer never
+enters. torch is imported only after `boot` has
+put the rank's environment in place, unless the nursery has done so: OpenMP and torch-xla read it
+    once.
 """
 
 import contextlib
@@ -44,7 +47,8 @@ _shell = None
 class Outbox:
     """The rank's end of the connection to the kernel, which also collects what is printed.
 
-    A message is never interrupted half-way: SIGINT is held back meanwhile. Between tasks it has no effect.
+    A message is never interrupted half-way: SIGINT is held back meanwhile. Between tasks it has no
+    effect.
     """
 
     def __init__(self, connection: Connection):
@@ -60,7 +64,9 @@ class Outbox:
         self._lines = self._line = self._left_out = 0
 
     def write(self, text: str) -> None:
-        """Adds to the output, of which `MAX_OUTPUT` characters are sent. A line that is overwritten counts once."""
+        """Adds to the output, of which `MAX_OUTPUT` characters are sent. A line that is overwritten
+        counts once.
+        """
         if self._lines >= MAX_OUTPUT:
             self._left_out += len(text)
             return
@@ -113,7 +119,9 @@ class Outbox:
 
 
 class Stream(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr` of a rank. In processes that it forks they are the file that C++ prints to."""
+    """`sys.stdout` and `sys.stderr` of a rank. In processes that it forks they are the file that
+    C++ prints to.
+    """
 
     encoding, errors = "utf-8", "replace"
 
@@ -140,7 +148,9 @@ def main(task: str, control: str, directory: str) -> None:
 
 
 def serve(tasks: Connection, control: Connection, directory: str) -> None:
-    """Runs what the kernel sends until it closes the connection. Files of the rank are in `directory`."""
+    """Runs what the kernel sends until it closes the connection. Files of the rank are in
+    `directory`.
+    """
     global _shell
     log = os.open(f"{directory}/{os.getpid()}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):  # what C++ and other processes print
@@ -184,7 +194,9 @@ def _perform(kind: str, content: bytes, outbox: Outbox) -> tuple[str, object]:
 
 
 def _make_shell(outbox: Outbox, directory: str) -> InteractiveShell:
-    """IPython, which runs the cells; what it would show goes to the kernel, errors in the task's answer."""
+    """IPython, which runs the cells; what it would show goes to the kernel, errors in the task's
+    answer.
+    """
     config = Config()
     config.HistoryManager.enabled = False
     shell = InteractiveShell.instance(config=config, ipython_dir=directory, colors="nocolor")
@@ -221,9 +233,11 @@ def boot(environment: dict[str, str]) -> None:
 def join(
     backend: str, timeout: float, tp_size: int | None, address: str, port: int, key: str
 ) -> None:
-    """Joins the process group over the kernel's store at `address:port`; torch, dist, rank, … become variables.
+    """Joins the process group over the kernel's store at `address:port`; torch, dist, rank, …
+    become variables.
 
-    Whoever lacks the key can connect to the store, but not read or change what the ranks write there.
+    Whoever lacks the key can connect to the store, but not read or change what the ranks write
+    there.
     """
     import torch
     import torch.distributed as dist
@@ -248,10 +262,12 @@ def join(
 
 
 def leave() -> None:
-    """Closes the process group, if there is one, and deletes the reader's variables that are groups of it.
+    """Closes the process group, if there is one, and deletes the reader's variables that are groups
+    of it.
 
-    They are void from now on. And a gloo group that lives on in a variable is closed at some later moment, while others
-    connect; with torch 2.9 the next join then took five seconds longer in 8 cases of 112, against 1 of 196 without.
+    They are void from now on. And a gloo group that lives on in a variable is closed at some later
+    moment, while others connect; with torch 2.9 the next join then took five seconds longer in 8
+    cases of 112, against 1 of 196 without.
     """
     import torch.distributed as dist
 
@@ -267,7 +283,9 @@ def leave() -> None:
 
 
 def probe() -> tuple[int, float]:
-    """This rank and the sum of all ranks by an all-reduce on its device: shows that the ranks hear one another."""
+    """This rank and the sum of all ranks by an all-reduce on its device: shows that the ranks hear
+    one another.
+    """
     import torch
     import torch.distributed as dist
 
@@ -286,7 +304,9 @@ def probe() -> tuple[int, float]:
 
 
 def value(expression: str):
-    """The value of an expression in the rank's namespace, with its tensors on the host and detached."""
+    """The value of an expression in the rank's namespace, with its tensors on the host and
+    detached.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -307,7 +327,9 @@ def assign(values: dict) -> None:
 
 
 def report(error: BaseException) -> dict:
-    """An exception as plain data: its text, the reader's frames, and the collective that waited in vain, if one did."""
+    """An exception as plain data: its text, the reader's frames, and the collective that waited in
+    vain, if one did.
+    """
     described = _describe(list(traceback.walk_tb(error.__traceback__)))
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and _is_cell(error.filename or ""):
@@ -322,12 +344,15 @@ def report(error: BaseException) -> dict:
 
 
 def _describe(stack: list[tuple[FrameType, int]]) -> dict:
-    """Where a stack is: the reader's frames, the last line of a cell, the collective that it is inside, its tensor."""
+    """Where a stack is: the reader's frames, the last line of a cell, the collective that it is
+    inside, its tensor.
+    """
     frames = traceback.StackSummary.extract(stack)
     in_cells = [i for i, frame in enumerate(frames) if _is_cell(frame.filename)]
     first = in_cells[0] if in_cells else len(frames) - 1
     waited_in = tensor = None
-    # An asynchronous collective waits in C++, with no frame of torch.distributed: the one of `comm` tells.
+    # An asynchronous collective waits in C++, with no frame of torch.distributed: the one of `comm`
+    # tells.
     places = (os.path.join(PACKAGE_DIR, "parallel_layers", "comm.py"), "/torch/distributed/")
     for (frame, _), shown in zip(stack[first:], frames[first:]):
         if shown.name != "wrapper" and any(place in shown.filename for place in places):
@@ -356,7 +381,9 @@ def _tensor_in(frame: FrameType) -> str | None:
 
 
 def _lines(frames: list[traceback.FrameSummary]) -> list[str]:
-    """The frames that are the reader's or this package's, and the last one; what else was between is counted."""
+    """The frames that are the reader's or this package's, and the last one; what else was between
+    is counted.
+    """
     lines, skipped = [], 0
     for frame in frames:
         own = _is_cell(frame.filename) or frame.filename.startswith(PACKAGE_DIR)
@@ -394,7 +421,9 @@ def _stack_of(thread: int) -> list[tuple[FrameType, int]]:
 
 
 def _attend(control: Connection, outbox: Outbox) -> None:
-    """Answers the kernel, in a thread of its own, as the main thread may be stuck in a collective. Sends output on time."""
+    """Answers the kernel, in a thread of its own, as the main thread may be stuck in a collective.
+    Sends output on time.
+    """
     main_thread = threading.main_thread().ident
     with contextlib.suppress(EOFError, OSError):  # the kernel closed the connection, or is gone
         while True:
@@ -404,7 +433,8 @@ def _attend(control: Connection, outbox: Outbox) -> None:
             asked = json.loads(control.recv_bytes())
             answer = {}
             if asked["do"] == "where":
-                # In no variable: until the next question, a frame would keep all that its callers had in theirs.
+                # In no variable: until the next question, a frame would keep all that its callers
+                # had in theirs.
                 answer = _describe(_stack_of(main_thread))
             elif asked["do"] == "cut":
                 _cut(asked["places"], asked["kernel_address"])
@@ -414,10 +444,11 @@ def _attend(control: Connection, outbox: Outbox) -> None:
 
 
 def _cut(places: list[dict], kernel_address: str) -> int:
-    """Shuts every connection between this rank and the others, so that whoever waits in a collective is told at once.
+    """Shuts every connection between this rank and the others, so that whoever waits in a
+    collective is told at once.
 
-    A TCP connection between two ranks can only belong to a collective. Destroying the process group would not do: a
-    group that a variable still refers to stays open.
+    A TCP connection between two ranks can only belong to a collective. Destroying the process group
+    would not do: a group that a variable still refers to stays open.
     """
     own = address_towards(kernel_address)
     elsewhere = {place["address"] for place in places} - {own, kernel_address}
