@@ -54,13 +54,11 @@ class Split(Plain):
 
 
 class Ours(Plain):
-    """The sharded layers of this library. The embedding is cut by columns: an all-gather of H/T, no
-    sum of H.
-    """
+    """The sharded layers of this library."""
 
     @staticmethod
     def embedding(rows: int, columns: int) -> nn.Module:
-        return ParallelEmbedding(rows, columns, shard_across_embedding=True)
+        return ParallelEmbedding(rows, columns)
 
     @staticmethod
     def column(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
