@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tutorial_lib.training.logger import BY_SAMPLES, _writer
 from tutorial_lib.training.loop import train
 from tutorial_lib.training.throughput import Throughput
 
@@ -67,3 +68,21 @@ def test_throughput_is_of_steps_alone(ranks):
 def test_numbers_that_measure_nothing_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         Throughput(**{"batch_size": 1, "world_size": 1, "grad_accum_usteps": 1, name: value})
+
+
+def test_tensorboard_shows_each_step_once_after_a_run_was_killed(tmp_path):
+    """Killed after step 40, its last checkpoint is of step 30; by steps and by samples."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for done, last in ((0, 40), (30, 50), (50, 55)):
+        writer = _writer(str(tmp_path), done, 8 * done)
+        for step in range(done + 1, last + 1):
+            writer.add_scalar("lm loss", last, step)
+            writer.add_scalar("lm loss" + BY_SAMPLES, last, 8 * step)
+        writer.close()
+        time.sleep(1.1)  # the files' names, by which they are ordered, count seconds
+    events = EventAccumulator(str(tmp_path), {"scalars": 0}).Reload()
+    expected = [40] * 30 + [50] * 20 + [55] * 5
+    for name, stride in (("lm loss", 1), ("lm loss" + BY_SAMPLES, 8)):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(stride * (i + 1), value) for i, value in enumerate(expected)]

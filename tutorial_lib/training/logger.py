@@ -182,7 +182,7 @@ class GPTLogger(Logger):
 def _writer(folder: str, done: int, samples: int) -> SummaryWriter:
     """A writer of events into `folder` after which TensorBoard shows no step twice.
 
-    `purge_step` hides earlier events by their step. Of the scalars by samples it would hide those
+    `purge_step` hides events from that step on. Of the scalars by samples it would hide those
     of the steps that count, so these are written again.
     """
     shown = EventAccumulator(folder, {"scalars": 0}).Reload() if Path(folder).is_dir() else None
@@ -190,6 +190,6 @@ def _writer(folder: str, done: int, samples: int) -> SummaryWriter:
     for name in [] if shown is None else shown.Tags()["scalars"]:
         if name.endswith(BY_SAMPLES):
             for event in shown.Scalars(name):
-                if event.step <= samples:
+                if done < event.step <= samples:
                     writer.add_scalar(name, event.value, event.step, event.wall_time)
     return writer
