@@ -19,6 +19,8 @@ from tutorial_lib.lab import show
 from tutorial_lib.lab.check_parameters import check_parameters
 from tutorial_lib.lab.run_folder import MARKER, new_run
 
+from .notebook_cases import BAD_PARAMETERS
+
 each = pytest.mark.parametrize("path", run.select([]), ids=lambda path: path.stem)
 
 
@@ -86,6 +88,16 @@ def test_parameters_that_do_not_fit_together_end_in_a_value_error_with_the_numbe
             assert re.search(r"\d", str(error)), error
             outcomes.add("refused")
     assert outcomes == {"fits", "refused"}
+
+
+@pytest.mark.slow  # a dry run of each published model
+@each
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(path):
+    notebook = Beginning(path)
+    for parameters, numbers in BAD_PARAMETERS[path.stem]:
+        with pytest.raises(ValueError) as caught:
+            notebook.check(**parameters)
+        assert all(str(number) in str(caught.value) for number in numbers), caught.value
 
 
 @pytest.mark.parametrize(
