@@ -3,13 +3,17 @@ parameters; errors on every rank.
 """
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tutorial_lib.backends import mark_step
+from tutorial_lib.models.bert import model_inputs
 from tutorial_lib.models.full_weights import full_tensors
+from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
@@ -115,24 +119,78 @@ def assert_same(found, expected, tolerance: float = 1e-10) -> None:
             )
 
 
-def next_token_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 96) -> dict:
+def next_token_batch(
+    index: int, batch: int = 2, length: int = 16, vocabulary: int = 96, kind: str = "whole"
+) -> dict:
     """Ids and labels `[B, S]` for a model that shifts them itself.
 
-    Predicted tokens differ in number from one micro-batch to the next, so a mean of means would show.
+    Predicted tokens differ in number from one micro-batch to the next, so a mean of means would
+    show. Kinds: "whole", padded "left" or "right", "packed" documents, and Megatron-LM's "targets".
     """
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    labels = ids.clone()
-    labels[0, length - 1 - index % 5 :] = -100
+    labels, mask, cut = ids.clone(), torch.ones_like(ids), length - 1 - index % 5
+    if kind == "left":
+        mask[0, : length - cut] = 0
+        labels[0, : length - cut + 1] = -100  # the first token too: padding would predict it
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    labels[0, cut:] = -100
+    if kind == "right":
+        mask[0, cut:] = 0
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    if kind == "packed":
+        positions = torch.arange(length).repeat(batch, 1)
+        positions[0, cut // 2 :] -= cut // 2
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    if kind == "targets":
+        return {"input_ids": ids, "targets": F.pad(labels[:, 1:], (0, 1), value=-100)}
     return {"input_ids": ids, "labels": labels}
 
 
-def next_token_loss(model, batch: dict) -> torch.Tensor:
-    """Of Hugging Face's model; its own loss is of float32 logits."""
+def bert_batch(index: int, batch: int = 2, length: int = 16, vocabulary: int = 96) -> dict:
+    """The same for BERT, with padding, and segments of two sentences."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(1, vocabulary, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, length - 1 - index % 5 :] = 0
+    labels = torch.full_like(ids, -100)
+    for row in range(batch):
+        positions = torch.randperm(length // 2, generator=generator)[: 1 + (index + row) % 4]
+        labels[row, positions] = ids[row, positions]
+    segments = (torch.arange(length) >= length // 2).long().expand_as(ids)
+    return model_inputs([ids, segments, mask, labels, torch.arange(batch) % 2])
+
+
+def micro_batch(name: str, kind: str, index: int) -> dict:
+    """A batch for a model of `TINY`."""
+    return bert_batch(index) if name == "bert" else next_token_batch(index, kind=kind)
+
+
+def hugging_face_loss(model, batch: dict) -> torch.Tensor:
+    """The loss of Hugging Face's model; its own one is of float32 logits in a causal model."""
+    if "next_sentence_label" in batch:
+        return model(**batch).loss
     batch = dict(batch)
-    labels = batch.pop("labels")[:, 1:].flatten()
-    logits = model(**batch).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+    targets = batch.pop("targets", None)
+    if targets is None:
+        targets = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    logits = model(**batch, use_cache=False).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return losses / (targets != -100).sum()
+
+
+def reference(tiny, config, dtype: torch.dtype = torch.float64):
+    """Hugging Face's model with the initial weights that ours has, and no float32 inside."""
+    model = hugging_face_reference(tiny.theirs, config).to(dtype)
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):  # computes in float32, whatever its input is
+            module.forward = partial(
+                F.rms_norm,
+                normalized_shape=module.weight.shape,
+                weight=module.weight,
+                eps=module.variance_epsilon,
+            )
+    return model
 
 
 def build(model_class: type, config, *options) -> int:

@@ -20,6 +20,8 @@ from tutorial_lib.training.loop import accumulate_gradients
 
 from .small_runs import LLAMA, NEOX, SMALL, real_steps
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
 
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_a_real_step(ranks, name):
@@ -148,6 +150,11 @@ def test_attention_is_saved_as_the_backend_does():
         (lambda: SMALL["neox"].change(float32_gradients=True), "needs zero"),
         (lambda: Run(LLAMA, 2, sequence=63, sequence_parallel=True), "63 is not divisible by 2"),
         (lambda: Run(ViTConfig()), "'vit' is not one of bert"),
+        (lambda: Run(LlamaConfig(hidden_act="xielu")), "'xielu' has parameters of its own"),
+        (
+            lambda: dry_run(Run(LlamaConfig(rope_parameters=DYNAMIC), sequence=8)),
+            "rope_type 'dynamic'",
+        ),
     ],
 )
 def test_bad_input(call, message):

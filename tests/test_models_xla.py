@@ -1,15 +1,16 @@
 """Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model needs."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from tutorial_lib.backends import get_device, mark_step
+from tutorial_lib.lab.plan.communication import collectives
 from tutorial_lib.lab.plan.dry_run import dry_run
 from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.lab.plan.traffic import collectives
 from tutorial_lib.models.bert import BertForPreTraining
 from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
@@ -18,10 +19,10 @@ from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.parallel_layers import move_model_to_device
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import accumulate_gradients, train
+from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 from tutorial_lib.xla_cpu.graphs import Collective, find_collectives, find_masks
 
-from . import test_bert, test_gpt, test_gpt_neox
-from .parity import assert_same, next_token_batch, train_together
+from .parity import assert_same, bert_batch, next_token_batch, train_together
 from .pool import needs_xla
 
 pytestmark = [pytest.mark.slow, needs_xla]
@@ -30,6 +31,10 @@ SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
     max_position_embeddings=32,
 )  # fmt: skip
+GPT_SIZES = dict(
+    n_embd=32, n_layer=2, n_head=4, vocab_size=300, n_positions=32, bos_token_id=0, eos_token_id=0,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MODELS = {
     "bert": lambda **sizes: BertForPreTraining(
@@ -37,15 +42,13 @@ MODELS = {
     ),
     "gpt_neox": lambda **sizes: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes), True),
     "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES, **sizes), True),
-    "gpt": lambda **sizes: GPT2LMHeadModel(
-        GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL, **sizes}), True
-    ),
+    "gpt": lambda **sizes: GPT2LMHeadModel(GPT2Config(**{**GPT_SIZES, **sizes}), True),
 }
 BATCHES = {
-    "bert": test_bert.micro_batch,
+    "bert": bert_batch,
     "gpt_neox": next_token_batch,
     "llama": next_token_batch,
-    "gpt": test_gpt.micro_batch,
+    "gpt": partial(next_token_batch, kind="targets"),
 }
 LENGTH = 16
 MESH = dict(world_size=4, tp=2, timeout=300)
@@ -104,9 +107,7 @@ def graphs_of_a_step():
         nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3
     )
     before = xla_cpu.graphs()
-    batches = [
-        {k: t.to("xla") for k, t in test_bert.micro_batch(i, batch=3).items()} for i in range(6)
-    ]
+    batches = [{k: t.to("xla") for k, t in bert_batch(i, batch=3).items()} for i in range(6)]
     train(model, optimizer, iter(batches), steps=3, gradient_accumulation_steps=2)
     found = [xla_cpu.collectives(graph) for graph in range(before, xla_cpu.graphs())]
     return found, sum(p.numel() for p in model.parameters())
@@ -150,7 +151,7 @@ RUNS = {
         checkpointing="selective+mlp", zero=True, dtype=torch.bfloat16, float32_gradients=True,
     ),
     "gpt, checkpointing": Run(
-        GPT2Config(**{**test_gpt.SIZES, **test_gpt.STILL}), 2, 2, 2, LENGTH, 2, checkpointing="full",
+        GPT2Config(**GPT_SIZES), 2, 2, 2, LENGTH, 2, checkpointing="full",
     ),
 }  # fmt: skip
 GROUPS = {"tp": TP, "dp": DP}
@@ -193,11 +194,11 @@ def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, na
 
 def masks_of_llama(mode, padded):
     from tutorial_lib import backends, xla_cpu
-    from tutorial_lib.models.llama2_activations import checkpoint_activations
 
     model = build("llama", "xla")
-    checkpoint_activations(model, mode)
-    batch = test_gpt_neox.right_padded(0) if padded else next_token_batch(0)
+    classes = model.checkpointed[mode]
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
+    batch = next_token_batch(0, kind="right") if padded else next_token_batch(0)
     loss = model(**{name: tensor.to("xla") for name, tensor in batch.items()}).loss
     loss.backward()
     backends.mark_step()

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers.activations import ACT2CLS
 
 from tutorial_lib.lab.plan import (
     INSTANCES,
@@ -17,12 +18,15 @@ from tutorial_lib.lab.plan import (
     with_tensor_parallel,
 )  # fmt: skip
 from tutorial_lib.lab.plan.__main__ import parse
+from tutorial_lib.lab.plan.activations import layer_bytes
 from tutorial_lib.lab.plan.dry_run import dry_run
 from tutorial_lib.lab.plan.parameters import parameters
 from tutorial_lib.lab.plan.runs import PUBLISHED_THROUGHPUT, TUTORIALS, Run
-from tutorial_lib.models import bert, gpt_neox, llama2
+from tutorial_lib.models import bert, gpt, gpt_neox, llama2
+from tutorial_lib.models.attention import causal_mask
+from tutorial_lib.training.memory import SavedActivations
 
-from .small_runs import GPT, LLAMA, NEOX, SMALL, real_steps
+from .small_runs import GPT, GROUPED, LLAMA, NEOX, SMALL, real_steps
 
 TRN1, H100 = INSTANCES["trn1.32xlarge"], INSTANCES["h100x8"]
 RATES = "memory=1e12,half_operations=1e12,single_operations=1e12,memory_bandwidth=1e12,network=1e9"
@@ -41,11 +45,89 @@ def test_equals_the_dry_run(name):
     assert plan.operations == dry.operations
 
 
+FUSED = dict(use_flash_attention=True)
+DROPOUT = {
+    "bert": dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+    "gpt2": dict(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
+    "gpt_neox": dict(hidden_dropout=0.1, attention_dropout=0.1),
+    "llama": dict(attention_dropout=0.1),
+}
+MODULES = {"bert": bert, "gpt2": gpt, "gpt_neox": gpt_neox, "llama": llama2}
+FUNCTIONS = [name for name in ACT2CLS if name not in ("prelu", "xielu")]  # they have parameters
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_activation_functions(family):
+    """All of Hugging Face's, with and without dropout, on both kinds of attention."""
+    field = "activation_function" if family == "gpt2" else "hidden_act"
+    for index, function in enumerate(FUNCTIONS):
+        changes = {field: function} | (DROPOUT[family] if index % 2 else {})
+        if family == "gpt_neox":
+            changes["use_parallel_residual"] = index % 3 > 0
+        if family in ("gpt2", "llama"):
+            options = dict(use_flash_attention=index % 3 == 0)
+        else:
+            options = dict(shard_mlp=index % 3 == 0) if family == "bert" else {}
+        run = Run(
+            MODULES[family].make_config("tiny", 2, vocab_size=96, **changes), 2, 1, 2, 16,
+            sequence_parallel=family != "bert", options=options,
+            dtype=torch.bfloat16 if index % 5 == 0 else torch.float32,
+        )  # fmt: skip
+        backend = "cuda" if index % 4 > 1 else "xla"
+        found = dry_run(run, backend=backend).nbytes["saved activations"]
+        assert Plan(run, ANY, backend).nbytes["saved activations"] == found, function
+
+
+def saved_by_a_layer(run):
+    model, _ = run.build()
+    shape = (
+        (run.sequence // run.tp, run.micro_batch)
+        if run.sequence_parallel
+        else (run.micro_batch, run.sequence)
+    )
+    hidden = torch.randn(*shape, run.config.hidden_size, dtype=run.dtype, requires_grad=True)
+    angles = model.base_model.rotary_emb(hidden, torch.arange(run.sequence)[None])
+    mask = None if run.uses_sdpa else causal_mask(run.sequence, hidden.device)
+    with SavedActivations(model, angles if mask is None else (*angles, mask)) as saved:
+        model.base_model.layers[0](hidden, attention_mask=mask, position_embeddings=angles)
+    return saved.nbytes
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(NEOX, 2, 1, 2, 64), Run(NEOX, 2, 1, 2, 64, dtype=torch.bfloat16),
+        Run(gpt_neox.make_config("tiny", use_parallel_residual=False), 2, 1, 2, 64),
+        *(Run(LLAMA, 2, 1, 2, 64, checkpointing=kind) for kind in ("none", "selective+mlp")),
+        Run(LLAMA, 2, 1, 2, 64, options=FUSED), Run(GROUPED, 2, 1, 2, 64, dtype=torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_a_layer_keeps_what_the_closed_form_says(ranks, run, sequence_parallel):
+    run = run.change(sequence_parallel=sequence_parallel)
+    expected = sum(layer_bytes(run, "cpu").values())
+    for measured in ranks(saved_by_a_layer, run, world_size=2, tp=2):
+        assert measured == pytest.approx(expected, rel=0.02)
+
+
 VARIANTS = {
     "gpt, fused": Run(
         GPT, 2, 1, 2, 64, checkpointing="selective", options=dict(use_flash_attention=True)
     ),
-    "llama, fused": Run(LLAMA, 2, 1, 2, 64, options=dict(use_flash_attention=True)),
+    "llama, fused": Run(LLAMA, 2, 1, 2, 64, options=FUSED),
+    "llama, fused, dropout": Run(
+        llama2.make_config("tiny", attention_dropout=0.1, head_dim=48), 2, 1, 2, 64, options=FUSED
+    ),
+    "gpt, fused, one head, dropout": Run(gpt.make_config("tiny"), 4, 1, 2, 64, options=FUSED),
+    "gpt, small vocabulary": Run(gpt.make_config("tiny", vocab_size=96), 2, 1, 2, 64),
+    "neox, dropout": Run(
+        gpt_neox.make_config("tiny", hidden_dropout=0.1, attention_dropout=0.5, rotary_pct=1.0),
+        2,
+        1,
+        2,
+        64,
+        checkpointing="full",
+    ),
     "llama, one key head": Run(
         llama2.make_config("tiny", num_key_value_heads=1, attention_bias=True), 2, 2, 2, 64
     ),
@@ -208,9 +290,7 @@ def test_more_nodes():
         (lambda: Plan(Run(GPT, 4, 8, 1, 64), TRN1, "tpu"), "'tpu' is not one of cpu"),
         (lambda: with_tensor_parallel(Plan(Run(GPT, 4, 8, 1, 64), TRN1), 0), "tp is 0"),
         (
-            lambda: parameters(
-                Run(bert.make_config("tiny", tie_word_embeddings=False), sequence=64)
-            ),
+            lambda: Plan(Run(bert.make_config("tiny", tie_word_embeddings=False), sequence=64)),
             "tie_word_embeddings=False",
         ),
         (lambda: custom("cores=8,memory=3"), "lacks half_operations"),
@@ -229,10 +309,18 @@ def test_more_nodes():
         (
             lambda: (
                 Plan(
-                    Run(gpt_neox.make_config("tiny", hidden_act="relu"), sequence=64), TRN1
+                    Run(bert.make_config("tiny", attn_implementation="eager"), sequence=64), TRN1
                 ).total_bytes
             ),
-            "'relu'",
+            "attn_implementation 'eager' of bert",
+        ),
+        (
+            lambda: (
+                Plan(
+                    Run(GROUPED, sequence=64, options=dict(use_flash_attention=True)), TRN1
+                ).total_bytes
+            ),
+            "with 2 key and value heads",
         ),
     ],
 )
@@ -269,7 +357,7 @@ def test_command_line(tmp_path, capsys):
     for arguments, message in [
         (["llama2-7b", "--tp", "5"], "32 is not divisible by 5"),
         (["nothing"], "'nothing' is neither a folder nor one of"),
-        (["llama2-7b", "--dp", "4", "--nodes", "2"], "say the same thing twice"),
+        (["llama2-7b", "--dp", "4", "--nodes", "2"], "both set the data-parallel size"),
         (["llama2-7b", "--nodes", "0"], "0 nodes of 32 cores hold no whole number of 8 ranks"),
         (
             ["gpt-neox-20b", "--tp", "64", "--nodes", "3"],

@@ -8,7 +8,6 @@ section 5).
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 
@@ -43,16 +42,16 @@ def causal_mask(
     return later
 
 
-def hugging_face_mask(seen: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """The mask for Hugging Face's attention of what is seen: as it is for a fused kernel, else as numbers to add to
-    the scores. Unlike Hugging Face's own way there it depends on no value, so a step traces once.
-    """
-    if model.config._attn_implementation != "eager":
-        return seen
-    lowest = torch.finfo(model.dtype).min
-    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(
-        ~seen, lowest
-    )
+def heads_first(features: torch.Tensor, size: int, sequence_first: bool) -> torch.Tensor:
+    """`[B, heads, S, D]` of `[B, S, heads · D]`, or of `[S, B, heads · D]`; D is `size`."""
+    heads = features.unflatten(-1, (-1, size))
+    return heads.permute(1, 2, 0, 3) if sequence_first else heads.transpose(1, 2)
+
+
+def heads_last(context: torch.Tensor, sequence_first: bool) -> torch.Tensor:
+    """The other way round."""
+    order = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
+    return context.permute(order).flatten(2)
 
 
 def core_attention(

@@ -4,24 +4,39 @@ import inspect
 from collections.abc import Callable
 from typing import ClassVar
 
+from torch import nn
+from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.recompute import checkpoint
 
-KERNELS = ("eager", "sdpa")  # the attention of Hugging Face that takes the masks made here
+from .configs import check_config
+from .initialize import initialize_sharded
 
 
 class ShardedModel:
-    """To stand before the Hugging Face class among the bases of a model."""
+    """Stands before the Hugging Face class among the bases of a model."""
 
     # The part of a name for fused matrices, and Hugging Face's parts for each, in their order.
     fused: ClassVar[dict[str, tuple[str, ...]]] = {}
     # By the end of a module's name: the configuration's fields for the number of attention heads in
     # each of its matrices, of which none is divided.
     heads: ClassVar[dict[str, tuple[str, ...]]] = {}
-    whole_at_size_1 = False  # whether it then is Hugging Face's model: a cache, and the same names
+    kernels = ("eager", "sdpa")  # of Hugging Face's kinds of attention, those that are equalled
+    vocabulary_multiple = 1  # of the rows of the vocabulary on each rank
+
+    def __init__(self, config: PretrainedConfig, shard_mlp: bool = True):
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_fallback_parallel_state()
+        check_config(config, parallel_state.get_tensor_model_parallel_size(), shard_mlp)
+        super().__init__(config)
+        if (kernel := config._attn_implementation) not in self.kernels:
+            raise ValueError(
+                f"attn_implementation {kernel!r} of a {config.model_type} is not one of "
+                f"{', '.join(self.kernels)}"
+            )
 
     @classmethod
     def hugging_face_names(cls, name: str) -> tuple[str, ...]:
@@ -54,45 +69,23 @@ class ShardedModel:
         """What the constructor takes beside the configuration."""
         return list(inspect.signature(cls).parameters)[1:]
 
-    def check_kernel(self) -> None:
-        """Raises ValueError unless Hugging Face's attention takes the masks that are made here."""
-        kernel = self.config._attn_implementation
-        if kernel not in KERNELS:
-            raise ValueError(f"attn_implementation {kernel!r} is not one of {', '.join(KERNELS)}")
-
-    def check_outputs(self) -> None:
-        """Raises ValueError for a configuration that asks for what forward does not give."""
-        for name in ("output_hidden_states", "output_attentions"):
-            if getattr(self.config, name):
-                raise ValueError(
-                    f"{name}=True is not supported: {type(self).__name__} gives logits"
-                )
-
-    def _check_whole(self, what: str) -> None:
-        tp_size = parallel_state.get_tensor_model_parallel_size()
-        if tp_size > 1 or not self.whole_at_size_1:
-            raise ValueError(
-                f"{type(self).__name__} over {tp_size} ranks is for training: to {what}, put its "
-                "`full_tensors` into Hugging Face's model"
-            )
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize_sharded(module, self.config.initializer_range):
+            super()._init_weights(module)
 
     def generate(self, *args, **kwargs):
-        """Hugging Face's, where a rank has the logits of the whole vocabulary and the model a cache.
-
-        Raises:
-            ValueError: elsewhere.
-        """
-        self._check_whole("generate")
-        return super().generate(*args, **kwargs)
+        """Raises ValueError: a rank has a shard of the logits, and no cache."""
+        self._for_training("generate")
 
     def save_pretrained(self, *args, **kwargs):
-        """Hugging Face's, where a rank has the whole model under Hugging Face's names.
+        """Raises ValueError: a rank has a shard of the weights, some under other names."""
+        self._for_training("save it")
 
-        Raises:
-            ValueError: elsewhere.
-        """
-        self._check_whole("save it")
-        return super().save_pretrained(*args, **kwargs)
+    def _for_training(self, what: str) -> None:
+        raise ValueError(
+            f"{type(self).__name__} is for training: to {what}, load its `full_tensors` into "
+            "Hugging Face's model, or merge a checkpoint"
+        )
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -107,15 +100,13 @@ class ShardedModel:
     ) -> None:
         """Hugging Face's switch, with the checkpointing that replays every random stream.
 
-        torch's own, which is given here, would drop out other attention probabilities in backward.
+        torch's own, which is given here, would drop other attention probabilities in backward.
 
         Raises:
             ValueError: options of torch's checkpointing that ours does not have.
         """
         asked = getattr(gradient_checkpointing_func, "keywords", {})
-        if {**asked, "use_reentrant": asked.get("use_reentrant", False)} != {
-            "use_reentrant": False
-        }:
+        if {"use_reentrant": False} | asked != {"use_reentrant": False}:
             raise ValueError(
                 f"gradient checkpointing with {asked}: only use_reentrant=False is supported"
             )

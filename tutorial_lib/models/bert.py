@@ -1,9 +1,9 @@
-"""BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices cut over the ranks.
+"""BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices sharded.
 
-The attention is cut as in the developer guide: query, key and value by heads (column parallel), the
-output projection by its input (row parallel). By choice the feed-forward layers are cut likewise,
-and the vocabulary: word embeddings and the language-model head that is tied to them, with the cross
-entropy taken over the parts.
+The attention is sharded as in the developer guide: query, key and value by heads (column parallel),
+the output projection by its input (row parallel). By choice the feed-forward layers are sharded
+likewise, and the vocabulary: word embeddings and the language-model head that is tied to them, with
+the cross entropy taken over the shards.
 """
 
 import torch
@@ -19,65 +19,31 @@ from tutorial_lib.parallel_layers.layers import (
 )
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
-from tutorial_lib.parallel_layers.utils import divide, ensure_divisibility
+from tutorial_lib.parallel_layers.utils import divide
 
-from .attention import hugging_face_mask
 from .base import ShardedModel
-from .initialize import finish, initialize_sharded
+from .configs import from_preset
+from .initialize import finish
 
 PRESETS = {
-    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
-    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
-    "full": dict(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, vocab_size=30522
-    ),  # BERT-large
-}
+    "tiny": dict(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+        vocab_size=8192,
+    ),
+    "small": dict(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1024,
+        vocab_size=8192,
+    ),
+    "full": dict(  # bert-large-uncased
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        vocab_size=30522,
+    ),
+}  # fmt: skip
 
 
 def make_config(preset: str, tp_size: int = 1, shard_mlp: bool = False, **changes) -> BertConfig:
-    """The configuration of a preset, checked against the tensor-parallel size.
-
-    Args:
-        preset: a key of `PRESETS`; `full` is bert-large-uncased. The feed-forward size is 4H.
-        changes: fields of `BertConfig` to set otherwise.
-
-    Raises:
-        ValueError: an unknown preset, or heads or a feed-forward size that `tp_size` does not divide.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-    sizes = PRESETS[preset] | {"intermediate_size": 4 * PRESETS[preset]["hidden_size"]} | changes
-    config = BertConfig(**sizes)
-    ensure_divisibility(
-        config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
-    )
-    ensure_divisibility(
-        config.hidden_size, config.num_attention_heads, "hidden size over attention heads"
-    )
-    if shard_mlp:
-        ensure_divisibility(
-            config.intermediate_size, tp_size, "feed-forward size over tensor-parallel ranks"
-        )
-    return config
-
-
-def parameter_count(
-    config: BertConfig, tp_size: int, shard_mlp: bool = False, shard_vocabulary: bool = False
-) -> int:
-    """Parameters of one rank, in closed form."""
-    hidden, feed_forward, tp = config.hidden_size, config.intermediate_size, tp_size
-    attention = 3 * (hidden + 1) * hidden // tp + hidden * hidden // tp + hidden
-    cut = tp if shard_mlp else 1
-    mlp = (hidden + 1) * feed_forward // cut + feed_forward * hidden // cut + hidden
-    layer = attention + mlp + 2 * 2 * hidden  # and two norms
-    vocabulary = -(-config.vocab_size // tp) if shard_vocabulary else config.vocab_size
-    embeddings = (vocabulary + config.max_position_embeddings + config.type_vocab_size + 2) * hidden
-    heads = (
-        2 * (hidden + 1) * hidden + 2 * hidden + vocabulary + 2 * (hidden + 1)
-    )  # pooler, transform, norm, bias, NSP
-    if not config.tie_word_embeddings:  # Hugging Face's head then has two biases, and uses one
-        heads += vocabulary * (hidden + 1) + config.vocab_size - vocabulary
-    return config.num_hidden_layers * layer + embeddings + heads
+    """The configuration of a preset, see `from_preset`."""
+    return from_preset(BertConfig, PRESETS, preset, tp_size, shard_mlp, **changes)
 
 
 class ParallelSelfAttention(hf.BertSelfAttention):
@@ -85,21 +51,16 @@ class ParallelSelfAttention(hf.BertSelfAttention):
 
     def __init__(self, config: BertConfig, **kwargs):
         super().__init__(config, **kwargs)
+        hidden = config.hidden_size
+        self.query = ColumnParallelLinear(hidden, hidden, gather_output=False)
+        self.key = ColumnParallelLinear(hidden, hidden, gather_output=False)
+        self.value = ColumnParallelLinear(hidden, hidden, gather_output=False)
         tp_size = parallel_state.get_tensor_model_parallel_size()
-        self.query = ColumnParallelLinear(
-            config.hidden_size, self.all_head_size, gather_output=False
-        )
-        self.key = ColumnParallelLinear(config.hidden_size, self.all_head_size, gather_output=False)
-        self.value = ColumnParallelLinear(
-            config.hidden_size, self.all_head_size, gather_output=False
-        )
-        self.num_attention_heads = divide(
-            self.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
-        )
+        self.num_attention_heads = divide(self.num_attention_heads, tp_size)
         self.all_head_size = divide(self.all_head_size, tp_size)
 
     def forward(self, *args, **kwargs):
-        # Each rank drops out of its own heads: from the stream that differs between tensor-parallel ranks.
+        # Each rank drops probabilities of its own heads: from the stream that differs between ranks.
         if self.training and self.dropout.p > 0:
             with get_xla_rng_tracker().fork():
                 return super().forward(*args, **kwargs)
@@ -137,17 +98,18 @@ class ParallelOutput(hf.BertOutput):
 
 
 class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
-    """`transformers.BertForPreTraining` over the tensor-parallel ranks; at size 1 it is that model.
+    """`transformers.BertForPreTraining` over the tensor-parallel ranks.
 
     Args:
         config: Hugging Face's.
-        shard_mlp: cut the feed-forward layers too. The published tutorial leaves them whole.
-        shard_vocabulary: cut the word embeddings and the head; `prediction_logits` are then this rank's `[B, S, V/T]`.
-            A vocabulary that the ranks do not divide is padded; the padding takes no part in anything.
+        shard_mlp: shard the feed-forward layers too. The published tutorial leaves them whole.
+        shard_vocabulary: shard the word embeddings and the head; `prediction_logits` are then this
+            rank's `[B, S, V/T]`. A vocabulary that the ranks do not divide is padded; the padding
+            takes no part in anything.
 
     Raises:
-        ValueError: heads or a feed-forward size that the tensor-parallel size does not divide, a
-            decoder, or an attention kernel other than `base.KERNELS`.
+        ValueError: a configuration that `check_config` refuses, or an attention kernel that is not
+            among `kernels`.
     """
 
     heads = dict.fromkeys(
@@ -159,18 +121,12 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         ),
         ("num_attention_heads",),
     )
-
-    whole_at_size_1 = True
+    checkpointed = {"none": (), "full": (hf.BertLayer,)}
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
-        if config.is_decoder:
-            raise ValueError(
-                "is_decoder=True is not supported: this attention sees the whole sequence"
-            )
         self.shard_vocabulary = shard_vocabulary
         with torch.device("meta"):
-            super().__init__(config)
-            self.check_kernel()
+            super().__init__(config, shard_mlp)
             for index, layer in enumerate(self.bert.encoder.layer):
                 layer.attention.self = ParallelSelfAttention(config, layer_idx=index)
                 layer.attention.output = ParallelSelfOutput(config)
@@ -185,16 +141,10 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
                 head.decoder = ColumnParallelLinear(
                     config.hidden_size, config.vocab_size, gather_output=False, pad=True
                 )
-                if (
-                    config.tie_word_embeddings
-                ):  # Hugging Face's other one belongs to nothing otherwise
+                if config.tie_word_embeddings:  # otherwise Hugging Face's bias belongs to nothing
                     head.bias = head.decoder.bias
                 self.tie_weights()
         finish(self)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if not initialize_sharded(module, self.config.initializer_range):
-            super()._init_weights(module)
 
     def count_targets(self, batch: dict) -> torch.Tensor:
         """`[2]`: predicted tokens and sequences of a batch, which the two parts of the loss are averaged over."""
@@ -240,9 +190,15 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         return output
 
     def _padding_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """`[B, 1, S, S]`: which tokens each one sees."""
+        """Which tokens each one sees, for the kernel: `[B, 1, S, S]`, bool or to be added to scores.
+
+        Unlike Hugging Face's own mask it depends on no value, so a step traces once.
+        """
         seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, attention_mask.size(1), -1)
-        return hugging_face_mask(seen, self)
+        if self.config._attn_implementation != "eager":
+            return seen
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, lowest)
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.shard_vocabulary:

@@ -11,7 +11,8 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 from transformers import GPT2Config, HfArgumentParser
 
 from tutorial_lib.backends import BACKENDS
-from tutorial_lib.models.gpt_config import VOCABULARY_MULTIPLE, check_config
+from tutorial_lib.models.configs import check_config
+from tutorial_lib.models.gpt import VOCABULARY_MULTIPLE
 from tutorial_lib.parallel_layers.utils import divide
 
 from .schedules import STYLES, Schedule

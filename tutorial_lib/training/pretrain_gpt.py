@@ -22,7 +22,7 @@ from tutorial_lib.data.gpt_batches import gpt_batches
 from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_weights
 from tutorial_lib.data.sampler import ResumableBatchSampler
 from tutorial_lib.models.attention import CoreAttention
-from tutorial_lib.models.gpt import GPT2LMHeadModel, parameter_count
+from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
@@ -225,7 +225,8 @@ def _nxd_config(arguments: GPTArguments) -> dict:
 
 
 def _require_memory(arguments: GPTArguments, config, dp_size: int) -> None:
-    parameters = parameter_count(config, arguments.tensor_model_parallel_size)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT2LMHeadModel(config).parameters())
     each = 16.0  # weight, gradient and two moments in float32
     if arguments.use_distributed_optimizer:
         each = (2 if arguments.bf16 else 4) + 4 + 12 / dp_size  # master and moments are shared out

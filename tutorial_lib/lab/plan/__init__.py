@@ -6,8 +6,8 @@ python -m tutorial_lib.lab.plan llama2-7b --instance trn1.32xlarge
 
 from .choices import scaled, smallest_tensor_parallel, switches, with_tensor_parallel
 from .instances import INSTANCES, Instance, custom
+from .overview import report
 from .plan import Plan
-from .report import report
 
 __all__ = [
     "INSTANCES", "Instance", "Plan", "custom", "report", "scaled", "smallest_tensor_parallel",

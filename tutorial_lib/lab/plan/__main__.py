@@ -1,6 +1,7 @@
 """`python -m tutorial_lib.lab.plan`: a plan on the terminal."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -36,8 +37,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--micro-batch", type=int, help="sequences in a micro-batch of one rank")
     add("--sequence", type=int, help="tokens in a sequence")
     add("--accumulation", type=int, help="micro-batches of one rank in a step")
-    add("--sequence-parallel", action=yes_or_no, help="cut norms and residuals along the sequence")
-    add("--zero", action=yes_or_no, help="ZeRO-1: cut the optimizer over data-parallel ranks")
+    add(
+        "--sequence-parallel", action=yes_or_no, help="shard norms and residuals along the sequence"
+    )
+    add("--zero", action=yes_or_no, help="ZeRO-1: shard the optimizer over data-parallel ranks")
     add("--float32-gradients", action=yes_or_no, help="add gradients up in float32; needs --zero")
     add(
         "--checkpointing", help="what runs again: none, full or, by model, selective, selective+mlp"
@@ -60,17 +63,14 @@ def _plan(chosen: argparse.Namespace) -> Plan:
         run = Run(AutoConfig.from_pretrained(chosen.model, local_files_only=True))
     else:
         raise ValueError(f"{chosen.model!r} is neither a folder nor one of {', '.join(TUTORIALS)}")
-    names = (
-        "tp", "dp", "micro_batch", "sequence", "accumulation", "sequence_parallel", "zero",
-        "float32_gradients", "checkpointing",
-    )  # fmt: skip
-    changes = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    changes = {f.name: given[f.name] for f in fields(Run) if f.name in given}
     if chosen.dtype:
         changes["dtype"] = DTYPES[chosen.dtype]
     if chosen.nodes is not None:
         if chosen.dp is not None:
             raise ValueError(
-                f"--nodes {chosen.nodes} and --dp {chosen.dp} say the same thing twice"
+                f"--nodes {chosen.nodes} and --dp {chosen.dp} both set the data-parallel size: give one"
             )
         one = Plan(run.change(**changes, dp=1), instance, chosen.backend)
         return scaled(one, [chosen.nodes])[0]

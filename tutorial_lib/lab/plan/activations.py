@@ -1,14 +1,21 @@
 """Bytes that one rank keeps of a micro-batch for its backward pass, in closed form.
 
-Of a layer as Korthikanti et al. (2022, section 4) count them; of what lies around the layers
-likewise.
+A layer is counted as by Korthikanti et al. (2022, section 4), and so is what lies around the layers.
+Of an activation function Hugging Face's own code is asked.
 """
 
-from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.models import llama2_activations
-from tutorial_lib.models.gpt_neox import layer_activation_bytes
+from functools import lru_cache
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from tutorial_lib.models.configs import activation_name
+from tutorial_lib.models.llama2 import GatedActivation
+from tutorial_lib.training.memory import SavedActivations
 
 from .parameters import qkv_features, vocabulary
+from .runs import Run
 
 ID = 8  # bytes of a token's number
 
@@ -21,151 +28,184 @@ def saved_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
             once, where a device keeps masks.
 
     Raises:
-        ValueError: a model whose closed form is not here: another activation function than its
-            family's own, or dropout in a causal model.
+        ValueError: a configuration without a closed form, with its name.
     """
-    family = {"bert": _bert, "gpt2": _gpt, "gpt_neox": _gpt_neox, "llama": _llama}[run.family]
-    layer, ends = family(run, backend)
-    return {"layers": run.config.num_hidden_layers * layer, "ends": ends}
+    layers = run.config.num_hidden_layers * sum(layer_bytes(run, backend).values())
+    ends = _bert_ends(run, backend) if run.family == "bert" else _causal_ends(run, backend)
+    return {"layers": layers, "ends": ends}
 
 
-def _sdpa(run: Run, backend: str, masked: bool = False, dropout: bool = False) -> float:
-    """Of PyTorch's attention between query, key, value and the output, on a rank."""
-    tokens, length, element = run.micro_batch * run.sequence, run.sequence, run.dtype.itemsize
-    heads = run.config.num_attention_heads // run.tp
-    queries, keys = qkv_features(run)
-    if backend != "xla" and not dropout:
-        mask = run.micro_batch * length**2 * element if masked else 0
-        return tokens * ((2 * queries + 2 * keys) * element + 4 * heads) + mask
-    wide = max(4, element)  # written out, it computes in float32
-    matrices = heads * tokens * length * wide * (3 if dropout else 1)
-    return tokens * ((queries + 2 * keys) * wide + queries * element) + matrices
+def layer_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
+    """What one layer keeps, by what it is: each item is needed by the next operation's gradient.
+
+    Angles of rotary embeddings and the mask are the same for all layers and not among them.
+
+    Raises:
+        ValueError: a configuration without a closed form, with its name.
+    """
+    _check(run)
+    stream = _stream(run)
+    if run.checkpointing == "full":
+        return {"input of the layer": stream}
+    norms = 1 if getattr(run.config, "use_parallel_residual", False) else 2
+    kept = {
+        "inputs of the norms": norms * stream,
+        "their statistics": 2 * _statistics(run, backend),
+        "inputs of query, key, value and of the feed-forward layer": 2 * stream,
+    }
+    if _rate(run, "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"):
+        kept["masks of dropout"] = 2 * stream
+    return kept | _attention(run, backend) | _feed_forward(run)
 
 
-def _causal_ends(run: Run, backend: str, norm: int) -> float:
-    """Embedding, last norm (`norm` bytes of statistics a token), head and cross entropy."""
-    config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
-    stream = (
-        tokens
-        * (2 * config.hidden_size * element + norm)
-        / (run.tp if run.sequence_parallel else 1)
-    )
-    return stream + tokens * vocabulary(run) * element + _ids(run, backend) + ID
+def _check(run: Run) -> None:
+    config = run.config
+    if config._attn_implementation == "eager" and run.family == "bert":
+        raise ValueError("no closed form for attn_implementation 'eager' of bert, only for 'sdpa'")
+    if config.chunk_size_feed_forward and run.family == "bert":
+        raise ValueError(
+            f"no closed form for chunk_size_feed_forward {config.chunk_size_feed_forward}"
+        )
+    grouped = run.family == "llama" and config.num_key_value_heads != config.num_attention_heads
+    if grouped and run.options.get("use_flash_attention") and run.checkpointing != "full":
+        raise ValueError(
+            f"no closed form for use_flash_attention with {config.num_key_value_heads} key and "
+            f"value heads, only with {config.num_attention_heads}"
+        )
+
+
+def _rate(run: Run, *names: str) -> float:
+    """A rate of dropout, by its name in any family."""
+    return next((getattr(run.config, name) for name in names if hasattr(run.config, name)), 0.0)
+
+
+def _tokens(run: Run) -> int:
+    return run.micro_batch * run.sequence
+
+
+def _chunk(run: Run) -> float:
+    """The tokens between the tensor-parallel layers on a rank."""
+    return _tokens(run) / (run.tp if run.sequence_parallel else 1)
+
+
+def _stream(run: Run) -> float:
+    return _chunk(run) * run.config.hidden_size * run.dtype.itemsize
+
+
+def _statistics(run: Run, backend: str) -> float:
+    """A norm's numbers for each token: Llama's scale; else mean and deviation, as the kernel has them."""
+    wide = max(4, run.dtype.itemsize)
+    if run.family == "llama":
+        return _chunk(run) * wide
+    return _chunk(run) * 2 * (run.dtype.itemsize if backend == "cpu" else wide)
+
+
+def _attention(run: Run, backend: str) -> dict[str, float]:
+    """From query, key and value to the input of the output projection, on a rank."""
+    tokens, element = _tokens(run), run.dtype.itemsize
+    heads, (queries, keys) = run.config.num_attention_heads // run.tp, qkv_features(run)
+    dropout = _rate(run, "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob") > 0
+    matrix = heads * tokens * run.sequence  # elements of the attention matrices
+    around = {
+        "query, key, value": tokens * (queries + 2 * keys) * element,
+        "input of the output projection": tokens * queries * element,
+    }
+    if run.checkpointing in ("selective", "selective+mlp"):
+        return around
+    if run.uses_sdpa and backend != "xla" and not dropout:
+        wide = max(4, element) if backend == "cpu" else 4
+        numbers = wide * heads * tokens  # one of each row of the attention matrix
+        if run.family == "bert":
+            numbers += run.micro_batch * run.sequence**2 * element  # its mask
+        return around | {"numbers of the fused kernel": numbers}
+    if not run.uses_sdpa:
+        around["attention probabilities"] = matrix * element
+        if dropout:
+            around["dropout's mask and result"] = matrix * (1 + element)
+        return around
+    wide = max(4, element)  # written out, the fused kernel computes in float32
+    if run.family == "gpt2" and wide == element and 1 in (heads, run.micro_batch):
+        # It copies query and key; the values remain a view of all three.
+        around["query, key, value"] += 2 * tokens * queries * element
+    around["query, key, value"] *= wide / element
+    around["attention probabilities"] = matrix * wide
+    if dropout:
+        around["dropout's mask and result"] = 2 * matrix * wide
+    return around
+
+
+def _feed_forward(run: Run) -> dict[str, float]:
+    """Between the first and the second multiplication."""
+    shards = run.tp if run.family != "bert" or run.options.get("shard_mlp") else 1
+    features, element = _tokens(run) * run.features / shards, run.dtype.itemsize
+    gated = run.family == "llama"
+    each = activation_bytes(activation_name(run.config), run.dtype, gated)
+    kept = {"input of the last multiplication": features * element}
+    if gated:
+        kept["gate and up"] = 2 * features * element
+    if run.checkpointing != "selective+mlp":
+        kept["activation function"] = features * each - sum(kept.values())
+    return kept
+
+
+@lru_cache
+def activation_bytes(name: str, dtype: torch.dtype, gated: bool = False) -> float:
+    """What backward needs of one feature of `down(act(x))`, or of `down(act(gate) · up)`.
+
+    Args:
+        name: of an activation function of Hugging Face.
+    """
+    count, act = 64, ACT2FN[name]
+    down = torch.empty(count, count, dtype=dtype, device="meta", requires_grad=True)
+    x = torch.empty(1, (1 + gated) * count, dtype=dtype, device="meta", requires_grad=True)
+    with SavedActivations(nn.Module(), [down]) as saved:
+        x = x * 1  # as the multiplication in front of it, it needs nothing of its own result
+        _ = (GatedActivation(act) if gated else act)(x) @ down
+    return saved.nbytes / count
 
 
 def _ids(run: Run, backend: str) -> float:
-    """What a cut vocabulary keeps: numbers of the tokens and targets in its part, masks, and each
-    token's sum.
+    """What a sharded vocabulary keeps.
+
+    They are the numbers of the tokens and targets in its shard, masks, and each token's sum.
     """
     on_device = backend != "cpu"
     masks = 2 + on_device  # whose target is here, which count, which are outside
     embedding = 0
     if run.tp > 1 or on_device:
         embedding = ID + (run.tp > 1) + on_device
-    return run.micro_batch * run.sequence * (embedding + ID + masks + max(4, run.dtype.itemsize))
+    return _tokens(run) * (embedding + ID + masks + max(4, run.dtype.itemsize))
 
 
-def _statistics(run: Run, backend: str) -> int:
-    """Mean and deviation of a token in a LayerNorm: on a device in float32 at least."""
-    return 2 * (run.dtype.itemsize if backend == "cpu" else max(4, run.dtype.itemsize))
-
-
-def _gpt_neox(run: Run, backend: str) -> tuple[float, float]:
-    config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
-    cut = run.tp if run.sequence_parallel else 1
-    statistics = _statistics(run, backend)
-    ends = _causal_ends(run, backend, statistics)
+def _causal_ends(run: Run, backend: str) -> float:
+    """Embedding, positions, last norm, head and cross entropy."""
+    config, element = run.config, run.dtype.itemsize
+    ends = 2 * _stream(run) + _statistics(run, backend)  # the norm's input and output
+    ends += _tokens(run) * vocabulary(run) * element + _ids(run, backend) + ID
+    if _rate(run, "embd_pdrop", "hidden_dropout"):
+        ends += _stream(run)  # its mask
+    if run.family == "gpt2":
+        ends += ID * run.sequence  # positions
     if run.checkpointing == "full":
-        return tokens * config.hidden_size * element / cut, ends
-    if config.hidden_act != "gelu" or config.hidden_dropout or config.attention_dropout:
-        raise ValueError(
-            f"no closed form for hidden_act {config.hidden_act!r}, dropout {config.hidden_dropout} "
-            f"and {config.attention_dropout}: only for 'gelu' without dropout, or with "
-            "checkpointing 'full'"
-        )
-    layer = layer_activation_bytes(
-        config, run.micro_batch, run.sequence, run.tp, run.sequence_parallel, element
-    )
-    fused = tokens * (4 * config.hidden_size * element + 4 * config.num_attention_heads) / run.tp
-    rotary = (
-        2
-        * run.sequence
-        * int(config.rope_parameters["partial_rotary_factor"] * _head(config))
-        * element
-    )
-    layer += tokens * 2 * (statistics - 8) / cut  # which it has in float32
-    return layer - fused + _sdpa(run, backend), ends + rotary
+        return ends
+    if run.family != "gpt2":
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(size * config.rope_parameters.get("partial_rotary_factor", 1))
+        ends += 2 * run.sequence * size * element  # cosines and sines
+    return ends + (0 if run.uses_sdpa else run.sequence**2)  # the mask
 
 
-def _gpt(run: Run, backend: str) -> tuple[float, float]:
-    config, element, tokens = run.config, run.dtype.itemsize, run.micro_batch * run.sequence
-    hidden, tp = config.hidden_size, run.tp
-    cut = tp if run.sequence_parallel else 1
-    statistics = _statistics(run, backend)
-    ends = _causal_ends(run, backend, statistics) + ID * run.sequence  # and the positions
-    if config.embd_pdrop:
-        ends += tokens * hidden * element / cut  # its mask
-    if run.checkpointing == "full":
-        return tokens * hidden * element / cut, ends
-    rates = config.attn_pdrop, config.resid_pdrop
-    if config.activation_function != "gelu_new" or any(rates):
-        raise ValueError(
-            f"no closed form for activation_function {config.activation_function!r} and dropout "
-            f"{rates}: only for "
-            "'gelu_new' without dropout, or with checkpointing 'full'"
-        )
-    flash = run.options.get("use_flash_attention")
-    around = tokens * 4 * hidden * element / tp  # query, key, value, output
-    if run.checkpointing == "selective":
-        attention = around
-    elif flash:
-        attention = _sdpa(run, backend)
-    else:
-        attention = around + config.num_attention_heads // tp * tokens * run.sequence * element
-    # Each its input and output; mean and deviation.
-    norms = tokens * (4 * hidden * element + 2 * statistics) / cut
-    mlp = tokens * 5 * run.features * element / tp  # gelu_new is written out
-    return norms + attention + mlp, ends + (0 if flash else run.sequence**2)
-
-
-def _head(config) -> int:
-    return config.hidden_size // config.num_attention_heads
-
-
-def _llama(run: Run, backend: str) -> tuple[float, float]:
-    config, element, length = run.config, run.dtype.itemsize, run.sequence
-    ends = _causal_ends(run, backend, max(4, element))
-    parts = llama2_activations.saved_bytes(
-        config, run.micro_batch, length, run.tp, run.sequence_parallel, run.checkpointing, element
-    )
-    if run.checkpointing == "full":
-        return sum(parts.values()), ends
-    flash = run.options.get("use_flash_attention")
-    ends += 2 * length * config.head_dim * element + (0 if flash else length**2)  # angles, mask
-    if flash:
-        if config.num_key_value_heads != config.num_attention_heads or config.attention_dropout:
-            raise ValueError("no closed form for use_flash_attention with grouped heads or dropout")
-        probabilities = parts.pop("attention probabilities", None)
-        if probabilities is not None:
-            del parts["query, key, value"], parts["input of the output projection"]
-            parts["attention"] = _sdpa(run, backend)
-    return sum(parts.values()), ends
-
-
-def _bert(run: Run, backend: str) -> tuple[float, float]:
+def _bert_ends(run: Run, backend: str) -> float:
+    """Embeddings, pooler, transform, head and both losses."""
     config, element, batch = run.config, run.dtype.itemsize, run.micro_batch
-    tokens, hidden = batch * run.sequence, config.hidden_size
-    stream, statistics = tokens * hidden * element, tokens * _statistics(run, backend)
+    wide, hidden = max(4, element), config.hidden_size
     dropout = config.hidden_dropout_prob > 0
-    ends = (5 + dropout) * stream + 2 * statistics  # embeddings, pooler, transform
+    ends = (3 + dropout) * _stream(run) + 2 * _statistics(run, backend)
+    ends += _tokens(run) * hidden * activation_bytes(config.hidden_act, run.dtype)
     ends += batch * hidden * element + batch * 2 * element  # pooled, next sentence
-    rows = tokens * vocabulary(run) * element
+    ends += _tokens(run) * vocabulary(run) * element
     if run.options.get("shard_vocabulary"):
-        ends += rows + _ids(run, backend) + 2 * max(4, element) + element
+        ends += _ids(run, backend) + 2 * wide + element
     else:
-        ends += rows + 2 * element + 2 * max(4, element)
-    if run.checkpointing == "full":
-        return stream, ends + tokens
-    features = tokens * run.features * element / (run.tp if run.options.get("shard_mlp") else 1)
-    attention = _sdpa(run, backend, masked=True, dropout=config.attention_probs_dropout_prob > 0)
-    return (4 + 2 * dropout) * stream + 2 * statistics + attention + 2 * features, ends
+        ends += 2 * element + 2 * wide
+    return ends + (_tokens(run) if run.checkpointing == "full" else 0)  # the mask, as bytes

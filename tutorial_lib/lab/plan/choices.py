@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tutorial_lib.lab.plan.runs import RECOMPUTED
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
 from .plan import Plan
+from .runs import MODELS
 
 
 def _with(plan: Plan, **changes) -> Plan | None:
@@ -51,7 +51,10 @@ def smallest_tensor_parallel(plan: Plan) -> int | None:
 def switches(plan: Plan) -> dict[str, Plan]:
     """The plans that differ from this one by one choice, by its name."""
     run = plan.run
-    tried = {f"checkpointing {kind}": dict(checkpointing=kind) for kind in RECOMPUTED[run.family]}
+    tried = {
+        f"checkpointing {kind}": dict(checkpointing=kind)
+        for kind in MODELS[run.family].checkpointed
+    }
     del tried[f"checkpointing {run.checkpointing}"]
     on = dict(
         sequence_parallel="sequence parallel", zero="ZeRO-1", float32_gradients="float32 gradients"

@@ -207,9 +207,15 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
             unless they are checkpointed; `cpu` has small buckets of gradients.
 
     Raises:
-        ValueError: no such rank or backend, or sizes that do not fit each other.
+        ValueError: no such rank or backend, sizes that do not fit each other, or rotary embeddings
+            that depend on the positions' values.
         RuntimeError: this process is a rank of something.
     """
+    rope = getattr(run.config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope_type {kind!r} reads the values of the positions, which a dry run does not have"
+        )
     with dry_world(rank, run.world_size), _as_on(backend):
         with torch.device("meta"):
             model, optimizer = run.build()

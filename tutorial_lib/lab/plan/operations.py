@@ -27,7 +27,7 @@ def layer_operations(run: Run) -> tuple[int, int, int]:
 def end_operations(run: Run) -> int:
     """Of what lies around the layers, forward."""
     hidden, tokens = run.config.hidden_size, run.micro_batch * run.sequence
-    head = 2 * tokens * vocabulary(run) * hidden
+    head = 2 * tokens * min(vocabulary(run), run.config.vocab_size) * hidden
     if run.family != "bert":
         return head
     return head + 2 * tokens * hidden**2 + 2 * run.micro_batch * hidden * (hidden + 2)

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.models import llama2
-from tutorial_lib.models.gpt_config import padded_vocabulary
+from transformers import PretrainedConfig
+
+from tutorial_lib.models.configs import kv_multiplier
+from tutorial_lib.parallel_layers.utils import padding_of
+
+from .runs import MODELS, Run
 
 
 @dataclass(frozen=True)
@@ -22,36 +25,30 @@ class Parameter:
         return rows * columns
 
 
-def parameters(run: Run) -> list[Parameter]:
-    """In the order in which the optimizer has them: those that it decays first.
+def parameter_count(config: PretrainedConfig, tp: int = 1, **options: bool) -> int:
+    """Parameters of one rank, padding included.
+
+    Args:
+        options: further keywords of the model, such as BERT's `shard_mlp`.
 
     Raises:
-        ValueError: a BERT with a head of its own, which has a bias without a gradient.
+        ValueError: sizes that `tp` does not divide.
     """
-    found = list(_FAMILIES[run.family](run))
+    return sum(p.numel for p in parameters(Run(config, tp, sequence=tp, options=options)))
+
+
+def parameters(run: Run) -> list[Parameter]:
+    """In the order in which the optimizer has them: those that it decays first."""
+    found = list(_bert(run) if run.family == "bert" else _causal(run))
     return [p for p in found if p.decayed] + [p for p in found if not p.decayed]
-
-
-def _linear(
-    inside: int, outside: int, bias: bool = True, share: bool = False
-) -> Iterator[Parameter]:
-    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after."""
-    yield Parameter((outside, inside), True)
-    if bias:
-        yield Parameter((outside,), False, share)
-
-
-def _norm(hidden: int, run: Run, bias: bool = True) -> Iterator[Parameter]:
-    for _ in range(2 if bias else 1):
-        yield Parameter((hidden,), False, run.sequence_parallel)
 
 
 def vocabulary(run: Run) -> int:
     """Rows of the vocabulary on a rank, padding included."""
-    if run.family == "gpt2":
-        return padded_vocabulary(run.config.vocab_size, run.tp) // run.tp
-    whole = run.family == "bert" and not run.options.get("shard_vocabulary")
-    return run.config.vocab_size if whole else -(-run.config.vocab_size // run.tp)
+    if run.family == "bert" and not run.options.get("shard_vocabulary"):
+        return run.config.vocab_size
+    whole, multiple = run.config.vocab_size, MODELS[run.family].vocabulary_multiple
+    return (whole + padding_of(whole, run.tp, multiple)) // run.tp
 
 
 def qkv_features(run: Run) -> tuple[int, int]:
@@ -59,92 +56,58 @@ def qkv_features(run: Run) -> tuple[int, int]:
     config, tp = run.config, run.tp
     if run.family != "llama":
         return config.hidden_size // tp, config.hidden_size // tp
-    head, copies = config.head_dim, llama2.kv_multiplier(config, tp)
+    head, copies = config.head_dim, kv_multiplier(config, tp)
     return config.num_attention_heads // tp * head, config.num_key_value_heads * copies // tp * head
 
 
-def _attention(run: Run, bias: bool = True) -> Iterator[Parameter]:
-    """Query, key and value in one, and the projection behind them."""
-    hidden = run.config.hidden_size
-    yield from _linear(hidden, 3 * hidden // run.tp, bias)
-    yield from _linear(hidden // run.tp, hidden, bias, run.sequence_parallel)
+def _linear(inputs: int, outputs: int, bias: bool = True, share: bool = False) -> list[Parameter]:
+    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after."""
+    weight = Parameter((outputs, inputs), True)
+    return [weight, Parameter((outputs,), False, share)] if bias else [weight]
 
 
-def _feed_forward(run: Run) -> Iterator[Parameter]:
-    hidden, features = run.config.hidden_size, run.features // run.tp
-    yield from _linear(hidden, features)
-    yield from _linear(features, hidden, share=run.sequence_parallel)
-
-
-def _gpt(run: Run) -> Iterator[Parameter]:
-    config, hidden = run.config, run.config.hidden_size
+def _causal(run: Run) -> Iterator[Parameter]:
+    config, share, hidden = run.config, run.sequence_parallel, run.config.hidden_size
+    llama, (queries, keys) = run.family == "llama", qkv_features(run)
+    features = run.features // run.tp
     table = Parameter((vocabulary(run), hidden), True)
+    norm = [Parameter((hidden,), False, share)] * (1 if llama else 2)
+    bias = getattr(config, "attention_bias", True)
+    attention = _linear(hidden, queries + 2 * keys, bias)
+    attention += _linear(queries, hidden, bias, share)
+    bias = getattr(config, "mlp_bias", True)
+    mlp = _linear(hidden, 2 * features if llama else features, bias)
+    mlp += _linear(features, hidden, bias, share)
+    layer = {
+        "gpt2": norm + attention + norm + mlp,
+        "gpt_neox": norm + norm + attention + mlp,
+        "llama": attention + mlp + norm + norm,
+    }
     yield table
-    yield Parameter((config.max_position_embeddings, hidden), True, run.sequence_parallel)
-    for _ in range(config.num_hidden_layers):
-        yield from _norm(hidden, run)
-        yield from _attention(run)
-        yield from _norm(hidden, run)
-        yield from _feed_forward(run)
-    yield from _norm(hidden, run)
-    if not config.tie_word_embeddings:
-        yield table
-
-
-def _gpt_neox(run: Run) -> Iterator[Parameter]:
-    config, hidden = run.config, run.config.hidden_size
-    table = Parameter((vocabulary(run), hidden), True)
-    yield table
-    for _ in range(config.num_hidden_layers):
-        yield from _norm(hidden, run)
-        yield from _norm(hidden, run)
-        yield from _attention(run, config.attention_bias)
-        yield from _feed_forward(run)
-    yield from _norm(hidden, run)
-    if not config.tie_word_embeddings:
-        yield table
-
-
-def _llama(run: Run) -> Iterator[Parameter]:
-    config, share = run.config, run.sequence_parallel
-    hidden, features = config.hidden_size, config.intermediate_size // run.tp
-    queries, keys = qkv_features(run)
-    table = Parameter((vocabulary(run), hidden), True)
-    yield table
-    for _ in range(config.num_hidden_layers):
-        yield from _linear(hidden, queries + 2 * keys, config.attention_bias)
-        yield from _linear(queries, hidden, config.attention_bias, share)
-        yield from _linear(hidden, 2 * features, config.mlp_bias)
-        yield from _linear(features, hidden, config.mlp_bias, share)
-        yield from _norm(hidden, run, bias=False)
-        yield from _norm(hidden, run, bias=False)
-    yield from _norm(hidden, run, bias=False)
+    if run.family == "gpt2":
+        yield Parameter((config.max_position_embeddings, hidden), True, share)
+    yield from layer[run.family] * config.num_hidden_layers
+    yield from norm
     if not config.tie_word_embeddings:
         yield table
 
 
 def _bert(run: Run) -> Iterator[Parameter]:
-    config, tp = run.config, run.tp
-    if not config.tie_word_embeddings:
-        raise ValueError("no closed form for tie_word_embeddings=False of bert")
-    hidden, rows = config.hidden_size, vocabulary(run)
-    features = config.intermediate_size // (tp if run.options.get("shard_mlp") else 1)
+    config, hidden, rows = run.config, run.config.hidden_size, vocabulary(run)
+    heads = hidden // run.tp
+    features = run.features // (run.tp if run.options.get("shard_mlp") else 1)
+    norm = [Parameter((hidden,), False)] * 2
     for count in (rows, config.max_position_embeddings, config.type_vocab_size):
         yield Parameter((count, hidden), True)
-    yield from _norm(hidden, run)
-    for _ in range(config.num_hidden_layers):
-        for _ in range(3):
-            yield from _linear(hidden, hidden // tp)
-        yield from _linear(hidden // tp, hidden)
-        yield from _norm(hidden, run)
-        yield from _linear(hidden, features)
-        yield from _linear(features, hidden)
-        yield from _norm(hidden, run)
+    yield from norm
+    layer = _linear(hidden, heads) * 3 + _linear(heads, hidden) + norm
+    layer += _linear(hidden, features) + _linear(features, hidden) + norm
+    yield from layer * config.num_hidden_layers
     yield from _linear(hidden, hidden)  # pooler
-    yield Parameter((rows,), False)  # bias of the head, whose weight is the word embeddings'
-    yield from _linear(hidden, hidden)
-    yield from _norm(hidden, run)
-    yield from _linear(hidden, 2)
-
-
-_FAMILIES = {"bert": _bert, "gpt2": _gpt, "gpt_neox": _gpt_neox, "llama": _llama}
+    if config.tie_word_embeddings:  # the head's weight is the word embeddings'
+        yield Parameter((rows,), False)
+    else:  # Hugging Face's head then has two biases, and uses one
+        yield Parameter((config.vocab_size,), False)
+        yield from _linear(hidden, rows)
+    yield from _linear(hidden, hidden) + norm  # transform
+    yield from _linear(hidden, 2)  # next sentence

@@ -13,10 +13,10 @@ from tutorial_lib.parallel_layers.comm import Collective
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .activations import saved_bytes
+from .communication import collectives
 from .instances import INSTANCES, Instance
 from .operations import operations, useful_operations_a_sequence
 from .parameters import parameters
-from .traffic import collectives
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Plan:
     def __post_init__(self):
         if self.backend not in BACKENDS:
             raise ValueError(f"backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
+        if self.run.family == "bert" and not self.run.config.tie_word_embeddings:
+            raise ValueError(
+                "no closed form for tie_word_embeddings=False of bert: its head has a bias without a "
+                "gradient"
+            )
         cores, tp = self.instance.cores, self.run.tp
         ensure_divisibility(
             max(cores, tp), min(cores, tp), "cores of a node and tensor-parallel ranks"

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
-from tutorial_lib.models.attention import CoreAttention
-from tutorial_lib.models.gpt_config import feed_forward_size
-from tutorial_lib.models.llama2_activations import CHECKPOINTED
+from tutorial_lib.models.base import ShardedModel
+from tutorial_lib.models.configs import check_config, feed_forward_size
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 from tutorial_lib.parallel_layers.utils import ensure_divisibility, ensure_positive
@@ -26,19 +24,11 @@ from tutorial_lib.trainer import (
 )
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 
-# By the `model_type` of a Hugging Face configuration: the model, and by the kind of checkpointing
-# what runs again.
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[ShardedModel]] = {  # by the `model_type` of a Hugging Face configuration
     "bert": bert.BertForPreTraining,
     "gpt2": gpt.GPT2LMHeadModel,
     "gpt_neox": gpt_neox.GPTNeoXForCausalLM,
     "llama": llama2.LlamaForCausalLM,
-}
-RECOMPUTED: dict[str, dict[str, tuple[type[nn.Module], ...]]] = {
-    "bert": {"none": (), "full": (BertLayer,)},
-    "gpt2": {"none": (), "selective": (CoreAttention,), "full": (gpt.ParallelBlock,)},
-    "gpt_neox": {"none": (), "full": (gpt_neox.ParallelLayer,)},
-    "llama": CHECKPOINTED,
 }
 
 
@@ -52,7 +42,7 @@ class Run:
         micro_batch, sequence: B and S of a micro-batch of one rank.
         accumulation: micro-batches of one rank in a step.
         sequence_parallel: cut norms and residuals along the sequence.
-        checkpointing: a key of `RECOMPUTED[model_type]`.
+        checkpointing: what runs again in backward, a key of the model's `checkpointed`.
         zero: ZeRO-1, which keeps float32 masters of its shards; and a step is clipped with and
             without it.
         dtype: of weights and activations. Moments are float32.
@@ -84,27 +74,21 @@ class Run:
             accumulation=self.accumulation,
         )  # fmt: skip
         if not self.dtype.is_floating_point:
-            raise ValueError(f"dtype {self.dtype} is no floating-point one")
-        known = set(MODELS[self.family].options()) - {"sequence_parallel_enabled"}  # a field here
+            raise ValueError(f"dtype {self.dtype} is not a floating-point one")
+        model = MODELS[self.family]
+        known = set(model.options()) - {"sequence_parallel_enabled"}  # a field here
         if unknown := sorted(set(self.options) - known):
             takes = ", ".join(sorted(known)) or "none"
             raise ValueError(f"options {', '.join(unknown)} of {self.family}; it takes {takes}")
-        if self.checkpointing not in RECOMPUTED[self.family]:
-            kinds = ", ".join(RECOMPUTED[self.family])
+        if self.checkpointing not in model.checkpointed:
+            kinds = ", ".join(model.checkpointed)
             raise ValueError(
                 f"checkpointing {self.checkpointing!r} of {self.family} is not one of {kinds}"
             )
         if self.float32_gradients and not self.zero:
             raise ValueError("float32_gradients needs zero: ZeRO-1 is what accumulates them")
-        ensure_divisibility(
-            self.config.num_attention_heads, self.tp, "attention heads over tensor-parallel ranks"
-        )
-        if self.family != "bert" or self.options.get("shard_mlp"):
-            ensure_divisibility(
-                self.features, self.tp, "feed-forward size over tensor-parallel ranks"
-            )
-        if self.family == "llama":
-            llama2.kv_multiplier(self.config, self.tp)
+        shard_mlp = self.family != "bert" or self.options.get("shard_mlp", False)
+        check_config(self.config, self.tp, shard_mlp)
         if self.sequence_parallel:
             if self.family == "bert":
                 raise ValueError("sequence_parallel is not built for bert")
@@ -124,11 +108,12 @@ class Run:
     @property
     def features(self) -> int:
         """F of the whole model."""
-        return (
-            feed_forward_size(self.config)
-            if self.family == "gpt2"
-            else self.config.intermediate_size
-        )
+        return feed_forward_size(self.config)
+
+    @property
+    def uses_sdpa(self) -> bool:
+        """Attention is PyTorch's `scaled_dot_product_attention`, not written out."""
+        return self.family in ("bert", "gpt_neox") or self.options.get("use_flash_attention", False)
 
     @property
     def world_size(self) -> int:
@@ -154,11 +139,11 @@ class Run:
             mixed_precision_config={"use_fp32_grad_acc": self.float32_gradients},
         )
         model_parallel_xla_manual_seed(0)
-        sequence = (
-            {} if self.family == "bert" else {"sequence_parallel_enabled": self.sequence_parallel}
-        )
-        model = MODELS[self.family](self.config, **sequence, **self.options).to(self.dtype)
-        classes = RECOMPUTED[self.family][self.checkpointing]
+        options = dict(self.options)
+        if self.sequence_parallel and self.tp > 1:
+            options["sequence_parallel_enabled"] = True
+        model = MODELS[self.family](self.config, **options).to(self.dtype)
+        classes = model.checkpointed[self.checkpointing]
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
         groups = get_param_groups_by_weight_decay(model, weight_decay=0.01)
         return model.train(), initialize_parallel_optimizer(

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.models import llama2
+from tutorial_lib.models.configs import kv_multiplier
 from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.buckets import buckets_of, meta_stands_for_host
 from tutorial_lib.parallel_layers.comm import Collective
@@ -68,7 +68,7 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
         if run.family != "bert" or run.options.get("shard_mlp"):
             columns, rows = columns + 1, rows + 1
         yield from [reduce] * (config.num_hidden_layers * (columns + rows * (2 if again else 1)))
-    copies = llama2.kv_multiplier(config, tp) if run.family == "llama" else 1
+    copies = kv_multiplier(config, tp) if run.family == "llama" else 1
     if copies > 1:
         shared = 2 * qkv_features(run)[1]
         axis = "kv" if copies < tp else "tp"  # all of a model's ranks may hold the same head
