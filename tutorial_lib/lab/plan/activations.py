@@ -173,7 +173,7 @@ def _ids(run: Run, backend: str) -> float:
     masks = 2 + on_device  # whose target is here, which count, which are outside
     embedding = 0
     if run.tp > 1 or on_device:
-        embedding = ID + (run.tp > 1) + on_device
+        embedding = ID + 1 + on_device
     return _tokens(run) * (embedding + ID + masks + max(4, run.dtype.itemsize))
 
 
