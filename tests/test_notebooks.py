@@ -51,7 +51,7 @@ def execute(nb_or_name, tmp_path, parameters):
     return nb, json.loads((tmp_path / "out" / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name, parameters", parameter_sets())
+@pytest.mark.parametrize("name, parameters", list(parameter_sets()))
 def test_runs_with_other_parameters(name, parameters, tmp_path):
     nb, results = execute(name, tmp_path, parameters)
     assert results["claims"] and all(claim["passed"] for claim in results["claims"])
