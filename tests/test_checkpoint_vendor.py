@@ -22,9 +22,9 @@ from tests.test_checkpoint_tools import (
 )
 from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
-from tutorial_lib.optimizer.shards import join_shards
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.flat_shards import join_shards
 from tutorial_lib.storage import xser
 
 MESHES = [

@@ -145,7 +145,7 @@ def wrong_arguments():
         grads.clip_grad_norm(p, -1.0)
     elsewhere = parameter([1.0])
     set_tensor_model_parallel_attributes(elsewhere, True, 0, 1, num_partitions=4)
-    with pytest.raises(ValueError, match="cut over 4 ranks.*over the 2 of"):
+    with pytest.raises(ValueError, match="sharded over 4 ranks.*over the 2 of"):
         grads.get_grad_norm(elsewhere)
     return True
 
@@ -240,41 +240,41 @@ def test_a_gradient_that_one_replica_lacks_counts_as_zero(ranks):
     assert ranks(missing, world_size=2) == [([2.0, 2.0], None)] * 2
 
 
-def sequence_parallel_sum(attribute):
+def sequence_parallel_sum():
     w = nn.Parameter(torch.ones(()))
     w.sequence_parallel_enabled = True
     plain = nn.Parameter(torch.ones(()))
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).chunk(2)[TP()]
     (w * x + plain * x).sum().backward()
-    if attribute == "main_grad":
-        w.main_grad, w.grad = w.grad, None
     optimizer = torch.optim.SGD([{"params": [plain]}, {"params": [w]}], lr=1.0)
     with comm.record() as log:
         grads.allreduce_sequence_parallel_gradients(optimizer)
-    return getattr(w, attribute).item(), plain.grad.item(), len(log)
+    return w.grad.item(), plain.grad.item(), len(log)
 
 
-@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
-def test_sequence_parallel_gradients_are_summed(ranks, attribute):
-    assert ranks(sequence_parallel_sum, attribute, world_size=2, tp=2) == [
-        (10.0, 3.0, 1),
-        (10.0, 7.0, 1),
-    ]
+def test_sequence_parallel_gradients_are_summed(ranks):
+    assert ranks(sequence_parallel_sum, world_size=2, tp=2) == [(10.0, 3.0, 1), (10.0, 7.0, 1)]
 
 
 def one_rank_lacks_a_share():
     both, lacking = (parameter(g, sequence_parallel_enabled=True) for g in ([2.0], [4.0, 6.0]))
-    wide = parameter([8.0], dtype=torch.bfloat16, sequence_parallel_enabled=True)
-    wide.main_grad, wide.grad = wide.grad.float(), None
+    wide, narrow = (
+        parameter([8.0], dtype=torch.bfloat16, sequence_parallel_enabled=True) for _ in range(2)
+    )
+    for p in (wide, narrow):
+        grads.accumulate_widely(p)
+    wide.grad = wide.grad.float() + 2**-10
     if TP() == 1:
-        lacking.grad = wide.main_grad = None
-    optimizer = torch.optim.SGD([lacking, wide, both], lr=1.0)
+        lacking.grad = wide.grad = None
+        narrow.grad = narrow.grad.float()
+    optimizer = torch.optim.SGD([lacking, wide, narrow, both], lr=1.0)
     grads.allreduce_sequence_parallel_gradients(optimizer)
-    return both.grad.tolist(), lacking.grad.tolist(), wide.main_grad.tolist()
+    assert wide.grad.dtype == narrow.grad.dtype == torch.float32
+    return [p.grad.tolist() for p in (both, lacking, wide, narrow)]
 
 
 def test_a_gradient_that_one_rank_of_the_group_lacks_counts_as_zero(ranks):
-    expected = [4.0], [4.0, 6.0], [8.0]
+    expected = [[4.0], [4.0, 6.0], [8 + 2**-10], [16.0]]
     assert ranks(one_rank_lacks_a_share, world_size=2, tp=2) == [expected] * 2
 
 

@@ -53,13 +53,7 @@ SIGNATURES = {
     "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams": "params, lr=0.001, betas=(0.9, 0.999), "
     "eps=1e-06, weight_decay=0.0, correct_bias=True, no_deprecation_warning=True, "
     "differentiable=False, capturable=False",
-    # None for the sizes of buckets is what suits the device, where there 0 is one collective each;
-    # save_master_weights is False there: a resumed bfloat16 run would start from rounded weights
-    "optimizer.NeuronZero1Optimizer": "params, optimizer_class, optimizer_dtype=None, "
-    "grad_clipping=True, max_norm=None, pin_layout=True, sharding_groups=None, "
-    "grad_norm_groups=None, lazy_init=False, bucket_cap_mb_all_gather=None, "
-    "bucket_cap_mb_reduce_scatter=None, use_grad_acc_hook=False, save_master_weights=True, "
-    "higher_cc_precision=False",
+    "optimizer.NeuronZero1Optimizer": "params, optimizer_class",
     "neuronx_distributed_config": "tensor_parallel_size=1, pipeline_parallel_size=1, "
     "expert_parallel_size=1, context_parallel_size=1, pipeline_config=None, optimizer_config=None, "
     "activation_checkpoint_config=None, pad_model=False, sequence_parallel=False, "

@@ -12,7 +12,6 @@ from torch import nn
 from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
-from tutorial_lib.parallel_layers.grads import main_grad
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
     initialize_parallel_model,
@@ -154,7 +153,7 @@ def optimizer_facts():
     optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, [q], lr=1.0)
     master = optimizer.base_optimizer.param_groups[0]["params"][0]
     (q * 1).sum().backward()
-    return [g["lr"] for g in inner.param_groups], master.dtype, q.main_grad.dtype
+    return [g["lr"] for g in inner.param_groups], master.dtype, q.grad.dtype
 
 
 def test_the_wrapper_passes_everything_on(ranks):
@@ -201,7 +200,7 @@ def test_a_model_without_a_loss_is_named(ranks):
         (
             {"optimizer_config": {"zero": True}},
             ValueError,
-            "unknown keys zero; it takes zero_one_enabled",
+            "'zero': True.*not a dict of zero_one_enabled",
         ),
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm 0"),
         ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm None"),
@@ -235,6 +234,7 @@ def test_a_configuration_is_completed_in_a_copy():
         "zero_one_enabled": True,
         "grad_clipping": True,
         "max_grad_norm": 1.0,
+        "nonfinite_gradients": "skip",
     }
     assert all(config["mixed_precision_config"].values())
 
@@ -293,22 +293,6 @@ def test_models_are_built_in_waves_with_their_ties_marks_and_buffers(ranks, meta
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == "cpu"
     if meta:
         assert torch.equal(found[0][0], torch.arange(32.0).view(8, 4))
-
-
-def gradient_after(zero_grad_of):
-    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
-    model = initialize_parallel_model(config, lambda: nn.Linear(2, 1, bias=False))
-    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
-    for _ in range(2):
-        {"model": model, "optimizer": optimizer}[zero_grad_of].zero_grad()
-        model.run_train(torch.ones(1, 2))
-        optimizer.step()
-    return main_grad(model.weight).tolist()
-
-
-@pytest.mark.parametrize("zero_grad_of", ["model", "optimizer"])
-def test_accumulated_gradients_are_forgotten(ranks, zero_grad_of):
-    assert ranks(gradient_after, zero_grad_of, world_size=2) == [[[1.0, 1.0]]] * 2
 
 
 def build_badly(arguments, kwargs):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
-from tutorial_lib.optimizer.shards import join_shards
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, grads, parallel_state
+from tutorial_lib.parallel_layers.flat_shards import join_shards
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
@@ -232,10 +232,10 @@ def test_each_rank_holds_its_share_of_the_state(ranks, shape, world_size):
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 
-def constant_gradient(steps, lr, dtype=None, state=None):
+def constant_gradient(steps, lr, masters=True, state=None):
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, optimizer_dtype=dtype, grad_clipping=False, lr=lr
+        [p], torch.optim.SGD, use_master_weights=masters, grad_clipping=False, lr=lr
     )
     if state is not None:
         optimizer.load_state_dict(state[dist.get_rank()])
@@ -251,7 +251,7 @@ def constant_gradient(steps, lr, dtype=None, state=None):
 def test_a_master_moves_where_bfloat16_cannot(ranks):
     master, weight, _ = ranks(constant_gradient, 100, 6e-4, world_size=2)[0]
     assert master.item() == pytest.approx(0.94, abs=1e-5) and weight == 0.94140625
-    assert ranks(constant_gradient, 100, 6e-4, torch.bfloat16, world_size=2)[0][1] == 1.0
+    assert ranks(constant_gradient, 100, 6e-4, False, world_size=2)[0][1] == 1.0
 
 
 def test_masters_survive_a_resume(ranks):
@@ -270,26 +270,23 @@ def accumulate_small(use_hook):
     )
     for scale in [1.0] + [2**-9] * 256:
         (p * scale).sum().backward()
-    seen = p.grad, getattr(p, "main_grad", None)
+    seen = p.grad
     optimizer.step()
-    optimizer.zero_grad()
-    return seen, p.detach(), grads.main_grad(p)
+    return seen, p.detach()
 
 
 def test_gradients_accumulate_in_float32(ranks):
-    (grad, main), weight, after = ranks(accumulate_small, True, world_size=2)[0]
-    assert grad is None and main.dtype == torch.float32 and main.tolist() == [1.5] * 3
-    assert weight.tolist() == [-1.5] * 3 and after is None
-    (grad, main), weight, _ = ranks(accumulate_small, False, world_size=2)[0]
-    assert main is None and grad.tolist() == [1.0] * 3, "in bfloat16 the small ones are lost"
+    grad, weight = ranks(accumulate_small, True, world_size=2)[0]
+    assert grad.dtype == torch.float32 and grad.tolist() == [1.5] * 3
+    assert weight.tolist() == [-1.5] * 3
+    grad, weight = ranks(accumulate_small, False, world_size=2)[0]
+    assert grad.tolist() == [1.0] * 3, "in bfloat16 the small ones are lost"
 
 
-@pytest.mark.parametrize("options", [{"use_grad_acc_hook": True}, {"higher_cc_precision": True}])
-def test_bf16_with_masters_follows_float32(ranks, options):
+def test_bf16_with_masters_follows_float32(ranks):
     wide = ranks(train, torch.optim.AdamW, True, 0.5, world_size=2)
-    narrow = ranks(
-        train, torch.optim.AdamW, True, 0.5, dtype=torch.bfloat16, world_size=2, **options
-    )
+    options = {"dtype": torch.bfloat16, "use_grad_acc_hook": True}
+    narrow = ranks(train, torch.optim.AdamW, True, 0.5, world_size=2, **options)
     for name, value in narrow[0][0].items():
         assert value.dtype == torch.bfloat16
         torch.testing.assert_close(value.float(), wide[0][0][name], rtol=0.02, atol=0.02)
@@ -305,27 +302,14 @@ def mixed_model(**options):
 
 
 @pytest.mark.parametrize("masters", [True, False])
-@pytest.mark.parametrize("wide", [{"use_grad_acc_hook": True}, {"higher_cc_precision": True}])
-def test_a_model_may_mix_dtypes(ranks, wide, masters):
-    for weights, norm in ranks(mixed_model, use_master_weights=masters, **wide, world_size=2):
+def test_a_model_may_mix_dtypes(ranks, masters):
+    options = {"use_master_weights": masters, "use_grad_acc_hook": True}
+    for weights, norm in ranks(mixed_model, **options, world_size=2):
         assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in weights)
         assert norm == pytest.approx(10**0.5)
 
 
 # --- groups, missing gradients, resume ------------------------------------------------------------
-
-
-def add_group_later():
-    first, later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = NeuronZero1Optimizer([first], torch.optim.SGD, grad_clipping=False, lr=1.0)
-    optimizer.add_param_group({"params": [later], "lr": 0.5})
-    first.grad, later.grad = torch.ones(3), torch.ones(3)
-    optimizer.step()
-    return first.tolist(), later.tolist(), [g["lr"] for g in optimizer.param_groups]
-
-
-def test_a_group_can_be_added_later(ranks):
-    assert ranks(add_group_later, world_size=2) == [([0.0] * 3, [0.5] * 3, [1.0, 0.5])] * 2
 
 
 def one_rank_lacks_a_gradient(use_hook):
@@ -342,31 +326,6 @@ def one_rank_lacks_a_gradient(use_hook):
 @pytest.mark.parametrize("use_hook", [False, True])
 def test_a_gradient_that_one_replica_lacks_counts_as_zero(ranks, use_hook):
     assert ranks(one_rank_lacks_a_gradient, use_hook, world_size=2) == [[-2.0] * 3] * 2
-
-
-def closure_and_lazy():
-    p = nn.Parameter(torch.zeros(3))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, grad_clipping=False, lazy_init=True, lr=1.0
-    )
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        assert "init_zero" in str(error)
-    with torch.no_grad():
-        p.fill_(5.0)
-    optimizer.init_zero()
-
-    def closure():
-        loss = p.sum()
-        loss.backward()
-        return loss
-
-    return optimizer.step(closure).item(), p.tolist()
-
-
-def test_init_zero_takes_the_weights_as_they_are(ranks):
-    assert ranks(closure_and_lazy, world_size=2) == [(15.0, [4.0] * 3)] * 2
 
 
 def resume(steps, state=None, break_it=None):

@@ -7,11 +7,7 @@ import torch.distributed as dist
 
 from tutorial_lib import backends
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.grads import (
-    bucket_allreduce_gradients,
-    fill_missing_gradients,
-    main_grad,
-)
+from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, fill_missing_gradients
 
 mark_step = backends.mark_step
 
@@ -86,8 +82,7 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: comm.Groups = Non
         groups = parallel_state.get_world_group()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_missing_gradients(parameters, groups)
-    grads = [main_grad(p) for p in parameters if main_grad(p) is not None]
-    bucket_allreduce_gradients(grads, groups=groups)
+    bucket_allreduce_gradients([p.grad for p in parameters if p.grad is not None], groups=groups)
 
 
 def optimizer_step(

@@ -57,16 +57,8 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:  # NaN too
                 raise ValueError(f"{name} {value} is not at least 0")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "correct_bias": correct_bias,
-            },
-        )
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults | {"correct_bias": correct_bias})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -156,19 +148,12 @@ NORMS = (
 )
 
 
-def is_norm(module: nn.Module) -> bool:
-    """True for torch's normalisations and for classes named after one (`LlamaRMSNorm`), which
-    derive from none.
-    """
-    return isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
-
-
 def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: all weights with decay; biases and what belongs to a normalisation
-    without.
+    """Two parameter groups: matrices with decay; without, vectors (every bias, the scale of an RMS
+    norm, …) and what belongs to a normalisation.
 
-    It is the type of the module that counts, not a parameter's name: "LayerNorm.weight" does not
-    contain "norm". A tied parameter goes where its first module puts it. Frozen parameters are
+    No name counts: "LayerNorm.weight" does not contain "norm", and a fused projection's bias is
+    `bias_qkv`. A tied parameter goes where its first module puts it. Frozen parameters are
     included.
 
     Returns:
@@ -176,9 +161,9 @@ def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> l
     """
     decayed, plain = {}, {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for parameter in module.parameters(recurse=False):
             if id(parameter) not in decayed and id(parameter) not in plain:
-                free = is_norm(module) or name.endswith("bias")
+                free = isinstance(module, NORMS) or parameter.dim() < 2
                 (plain if free else decayed)[id(parameter)] = parameter
     return [
         {"params": list(decayed.values()), "weight_decay": weight_decay},

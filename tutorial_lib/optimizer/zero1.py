@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each data-parallel rank keeps, and steps, its part of the optimizer's state.
+"""ZeRO stage 1: each data-parallel rank keeps, and steps, its shard of the optimizer's state.
 
 (Rajbhandari et al., 2020.)
 
@@ -7,41 +7,44 @@ optimizer and all-gathers the weights: together the traffic of the all-reduce th
 parallelism does. Interface: `neuronx_distributed.optimizer.NeuronZero1Optimizer`.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections import defaultdict
 
 import torch
 from torch import nn
 
 from tutorial_lib.checkpoint import zero1_files
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.flat_shards import as_rows, take_shard
 from tutorial_lib.parallel_layers.grads import (
+    accumulate_widely,
     clip_coefficient,
     fill_missing_gradients,
-    forget_main_grads,
     get_grad_norm,
-    main_grad,
+    wide_dtype,
 )
 from tutorial_lib.parallel_layers.marks import copy_tensor_model_parallel_attributes
 
-from .shards import all_gather_into, reduce_scatter_mean, take_shard
+from .finite_step import SKIP, check_finite, check_policy, update_where
+from .zero1_collectives import all_gather_into, reduce_scatter_mean
 from .zero1_state import check_fits_on_all, complete_state, load_shards
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 class NeuronZero1Optimizer(torch.optim.Optimizer):
     """Wraps an optimizer class and shards its state over the ranks that hold the same weights.
 
-    The inner optimizer sees a flat float32 shard of each parameter, the master weight; so it has to
-    treat each element by itself (Adam and SGD do; LAMB's and Adafactor's per-tensor statistics
-    would be those of a shard). Learning rates and other options are read from `param_groups`, where
-    schedulers write them, at each step.
+    The inner optimizer sees a flat shard of each parameter in float32 (float64 for such
+    parameters), the master weight; so it has to treat each element by itself (Adam and SGD do;
+    LAMB's and Adafactor's per-tensor statistics would be those of a shard).
+
+    What counts is what the model and this optimizer hold when `step` is called. The inner optimizer
+    is given it anew each time: weights (however they were changed, a master that still rounds to
+    its weight keeps its further digits), gradients, groups with their options, and state, of which
+    `state[param]` is this rank's shard.
 
     Args:
         params: parameters, named parameters or groups of them; frozen ones may be among them.
         optimizer_class: the inner optimizer.
-        optimizer_dtype: of masters, state and accumulated gradients; by default float32, or float64
-            for such parameters.
         grad_clipping: clip to `max_norm`; also what makes `grad_norm` available.
         max_norm: 1.0 by default.
         pin_layout: accepted and ignored.
@@ -49,17 +52,20 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             groups.
         grad_norm_groups: accepted if they are the tensor-parallel groups, over which the norm is
             always taken.
-        lazy_init: shard nothing until `init_zero` is called.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of one collective in 10⁶ bytes;
             0 for one a parameter, by default what suits the device (`buckets.buckets_of`).
-        use_grad_acc_hook: accumulate into `param.main_grad` in `optimizer_dtype`; `param.grad` is
-            None after backward.
+        use_grad_acc_hook: accumulate in float32, so that `param.grad` is float32.
         save_master_weights: put the masters into `state_dict`, by default unlike in the vendor's
             library. Without them a resumed bfloat16 run starts from rounded weights.
-        higher_cc_precision: sum gradients over the ranks in `optimizer_dtype` rather than their
-            own.
         use_master_weights: False keeps masters and state in each parameter's own dtype.
+        nonfinite_gradients: "skip" leaves a step out, on all ranks, where the norm of the gradients
+            is inf or NaN, and counts it in `skipped_steps`; "raise" raises FloatingPointError.
         **optimizer_defaults: for the inner optimizer.
+
+    Attributes:
+        grad_norm: the norm of all gradients at the last step, before clipping; None without
+            clipping.
+        skipped_steps: how many steps were left out, a 0-d tensor.
 
     Raises:
         RuntimeError: model parallelism is not initialised.
@@ -70,20 +76,18 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self,
         params,
         optimizer_class: type[torch.optim.Optimizer],
-        optimizer_dtype: torch.dtype | None = None,
+        *,
         grad_clipping: bool = True,
         max_norm: float | None = None,
         pin_layout: bool = True,
         sharding_groups: parallel_state.ReplicaGroups | None = None,
         grad_norm_groups: parallel_state.ReplicaGroups | None = None,
-        lazy_init: bool = False,
         bucket_cap_mb_all_gather: float | None = None,
         bucket_cap_mb_reduce_scatter: float | None = None,
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
-        higher_cc_precision: bool = False,
-        *,
         use_master_weights: bool = True,
+        nonfinite_gradients: str = SKIP,
         **optimizer_defaults,
     ):
         tensor_parallel = parallel_state.get_tensor_model_parallel_replica_groups()
@@ -95,94 +99,114 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.max_norm = 1.0 if max_norm is None else max_norm
         if not self.max_norm > 0:
             raise ValueError(f"max_norm {max_norm} is not above 0")
+        check_policy(nonfinite_gradients)
+        self.nonfinite_gradients = nonfinite_gradients
         self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
-        self.optimizer_class, self.optimizer_dtype = optimizer_class, optimizer_dtype
-        self.grad_clipping = grad_clipping
+        self.optimizer_class, self.grad_clipping = optimizer_class, grad_clipping
         self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
         self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
         self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
-        self.higher_cc_precision, self.use_master_weights = higher_cc_precision, use_master_weights
-        self.base_optimizer: torch.optim.Optimizer | None = None
-        self._grad_norm: torch.Tensor | None = None
-        self._hooks: list = []
+        self.use_master_weights = use_master_weights
+        self.grad_norm: torch.Tensor | None = None
+        self.skipped_steps = torch.tensor(0)
+        self._shards: dict[torch.Tensor, nn.Parameter] = {}
         super().__init__(params, optimizer_defaults)
-        if not lazy_init:
-            self.init_zero()
+        self.init_zero()
 
-    def __getstate__(self):
+    def __reduce_ex__(self, protocol):
         raise TypeError("a ZeRO-1 optimizer, of many ranks, cannot be copied: use its state_dict")
 
     # --- shards -----------------------------------------------------------------------------------
 
     def init_zero(self) -> None:
-        """Cuts the masters from the parameters as they are now, with no optimizer state yet.
+        """Makes the inner optimizer, without state, of shards of the parameters as they are now.
 
-        Call it after loading weights into a model that the optimizer was made for already.
+        Nothing has to call it again: a step takes over weights that were loaded later.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self.base_optimizer = self.optimizer_class(
-            [self._shard_group(g) for g in self.param_groups], **self.defaults
-        )
+        self.state.clear()
+        self.base_optimizer = self.optimizer_class(self._sharded_groups(), **self.defaults)
         self.defaults = self.base_optimizer.defaults
-        self._copy_options(self.base_optimizer.param_groups, self.param_groups)
+        self._take_back()
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds a group, at any time; every rank adds the same."""
         super().add_param_group(param_group)
-        if self.base_optimizer is not None:
-            self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
-            self._copy_options(self.base_optimizer.param_groups, self.param_groups)
+        for param in self.param_groups[-1]["params"]:
+            self._shard_of(param)
 
-    def _shard_group(self, group: dict) -> dict:
-        options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        return {"params": [self._make_shard(p) for p in group["params"]], **options}
+    def pairs(self) -> list[tuple[torch.Tensor, nn.Parameter]]:
+        """Each parameter and its shard on this rank, in the order of the groups."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [(param, self._shard_of(param)) for param in params]
+
+    def _sharded_groups(self) -> list[dict]:
+        groups = [{**group, "params": []} for group in self.param_groups]
+        for group, sharded in zip(self.param_groups, groups):
+            sharded.pop("param_names", None)
+            sharded["params"] = [self._shard_of(param) for param in group["params"]]
+        return groups
+
+    def _shard_of(self, param: torch.Tensor) -> nn.Parameter:
+        if param not in self._shards:
+            self._shards[param] = self._make_shard(param)
+        return self._shards[param]
 
     def _make_shard(self, param: torch.Tensor) -> nn.Parameter:
-        dtype = self._wide(param) if self.use_master_weights else param.dtype
-        shard = nn.Parameter(
-            take_shard(param, self._axis.rank, self._axis.size, dtype), param.requires_grad
-        )
+        rank, size = self._axis.rank, self._axis.size
+        shard = nn.Parameter(take_shard(param, rank, size, self._master_dtype(param)))
         copy_tensor_model_parallel_attributes(shard, param)
         shared = getattr(param, "kv_shared_numel", 0)
         if shared:
-            end = (self._axis.rank + 1) * shard.numel()
+            end = (rank + 1) * shard.numel()
             shard.kv_shared_numel = min(max(end - (param.numel() - shared), 0), shard.numel())
-        if self.use_grad_acc_hook and param.requires_grad:
-            self._hooks.append(
-                param.register_post_accumulate_grad_hook(lambda p: _accumulate(p, self._wide(p)))
-            )
+        if self.use_grad_acc_hook:
+            handle = accumulate_widely(param)
+            weakref.finalize(self, handle.remove)  # an optimizer that is gone accumulates nothing
         return shard
 
-    def _wide(self, param: torch.Tensor) -> torch.dtype:
-        """What masters, state and accumulated gradients of the parameter are kept in."""
-        return self.optimizer_dtype or torch.promote_types(param.dtype, torch.float32)
+    def _master_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return wide_dtype(param) if self.use_master_weights else param.dtype
 
-    def pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
-        """Each parameter and its shard on this rank, in the order of the groups."""
-        if self.base_optimizer is None:
-            raise RuntimeError("the optimizer was made with lazy_init=True: call init_zero() first")
-        for group, sharded in zip(self.param_groups, self.base_optimizer.param_groups):
-            yield from zip(group["params"], sharded["params"])
+    @torch.no_grad()
+    def take_over_weights(self) -> None:
+        """Gives the masters the weights that the model has now, where these are not the masters'
+        own, rounded.
 
-    @staticmethod
-    def _copy_options(source: list[dict], destination: list[dict]) -> None:
-        for group, other in zip(source, destination, strict=True):
-            other.update({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
+        Raises:
+            ValueError: a parameter has another size than when the optimizer was made.
+        """
+        for param, shard in self.pairs():
+            dtype = self._master_dtype(param)
+            if (shard.device, shard.dtype) != (param.device, dtype):
+                shard.data = shard.data.to(param.device, dtype)
+            weights = as_rows(param, self._axis.size)[self._axis.rank]
+            if weights.shape != shard.shape:
+                raise ValueError(
+                    f"a parameter has shape {tuple(param.shape)} and a shard of {len(weights)} "
+                    f"elements, and had one of {len(shard)}: make a new optimizer for it"
+                )
+            if dtype != weights.dtype:
+                unchanged = shard.to(weights.dtype) == weights
+                weights = torch.where(unchanged, shard, weights.to(dtype))
+            shard.copy_(weights)
+
+    def _hand_over(self) -> None:
+        """Gives the inner optimizer the groups and the state that this one has now."""
+        base, state = self.base_optimizer, self.state.items()
+        base.param_groups = self._sharded_groups()
+        base.state = defaultdict(dict, {self._shard_of(param): value for param, value in state})
+
+    def _take_back(self) -> None:
+        """The other way: what a step or a load has changed."""
+        base = self.base_optimizer
+        for group, sharded in zip(self.param_groups, base.param_groups, strict=True):
+            group.update({key: value for key, value in sharded.items() if key != "params"})
+        for param, shard in self.pairs():
+            if shard in base.state:
+                self.state[param] = base.state[shard]
 
     # --- the step ---------------------------------------------------------------------------------
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients at the last step, before clipping; None without clipping."""
-        return self._grad_norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, accumulated ones too, which a module's own `zero_grad` does not know."""
-        super().zero_grad(set_to_none)
-        forget_main_grads(param for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -195,37 +219,45 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pairs = list(self.pairs())
+        pairs = self.pairs()
         fill_missing_gradients((param for param, _ in pairs), self.sharding_groups)
-        if self.use_grad_acc_hook:  # what no hook saw: a gradient set by hand, or filled in
-            for param, _ in pairs:
-                if param.grad is not None:
-                    _accumulate(param, self._wide(param))
-        pairs = [(param, shard) for param, shard in pairs if main_grad(param) is not None]
-        self._reduce_gradients(pairs)
-        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
-        self.base_optimizer.step()
-        self._copy_options(self.base_optimizer.param_groups, self.param_groups)
-        for _, shard in pairs:
-            shard.grad = None
-        self._gather(pairs)
+        self.take_over_weights()
+        self._hand_over()
+        pairs = [(param, shard) for param, shard in pairs if param.grad is not None]
+
+        def update() -> None:
+            self.base_optimizer.step()
+            self._gather(pairs)
+
+        try:
+            finite = self._reduce_gradients(pairs)
+            update_where(finite, update, self.base_optimizer, [param for param, _ in pairs])
+        finally:
+            for _, shard in pairs:
+                shard.grad = None
+        self.skipped_steps = self.skipped_steps.to(finite.device) + ~finite
+        self._take_back()
         return loss
 
-    def _reduce_gradients(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
+    def _reduce_gradients(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> torch.Tensor:
+        """Gives each shard its gradient, clipped; returns whether all gradients are finite."""
         shards = [shard for _, shard in pairs]
         dtypes = [shard.dtype for shard in shards]
-        grads = [main_grad(param) for param, _ in pairs]
-        if self.higher_cc_precision:
-            grads = [grad.to(self._wide(param)) for grad, (param, _) in zip(grads, pairs)]
+        grads = [param.grad for param, _ in pairs]
+        if self.use_grad_acc_hook:  # also those that no backward has made
+            grads = [grad.to(wide_dtype(param)) for grad, (param, _) in zip(grads, pairs)]
         cap_mb = self.bucket_cap_mb_reduce_scatter
         buffers, grads = reduce_scatter_mean(grads, dtypes, self.sharding_groups, cap_mb)
         for shard, grad in zip(shards, grads):
             shard.grad = grad
+        norm = get_grad_norm(shards, 2, True, self.sharding_groups)
+        finite = check_finite(norm, self.nonfinite_gradients, self.param_groups)
         if self.grad_clipping:
-            self._grad_norm = get_grad_norm(shards, 2, True, self.sharding_groups)
-            coefficient = clip_coefficient(self._grad_norm, self.max_norm)
+            self.grad_norm = norm
+            coefficient = clip_coefficient(norm, self.max_norm)
             for buffer in buffers:  # the shards' gradients are views of them
                 buffer.mul_(coefficient)
+        return finite
 
     def _gather(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
         params, shards = [param for param, _ in pairs], [shard.detach() for _, shard in pairs]
@@ -239,27 +271,28 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return {"rank": self._axis.rank, "size": self._axis.size}
 
     def state_dict(self) -> dict:
-        """What this rank holds, and what it takes to cut it for another mesh; see `zero1_state`."""
+        """What this rank holds, and what it takes to shard it for another mesh; see `zero1_state`."""
+        self.take_over_weights()
         return complete_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads the `state_dict` of the same rank of a mesh of the same sizes, on every rank.
 
         With masters in the state, the parameters are written from them. Without, the masters are
-        cut from the parameters, so load the model first.
+        taken from the parameters, so load the model first.
 
         Raises:
             ValueError: another number of shards, another rank's shard or other parameters; on all
                 ranks.
         """
-        if self.base_optimizer is None:
-            self.init_zero()
         check_fits_on_all(self, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._hand_over()
         load_shards(self, state_dict)
+        self._take_back()
         if "sharded_master_weights" in state_dict:
             with torch.no_grad():
-                self._gather(list(self.pairs()))
+                self._gather(self.pairs())
 
     def save_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
         """Writes what every rank holds into a folder: `optim.dp_rank_DD.tp_rank_TT`. The files are
@@ -283,12 +316,3 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 name, on every rank.
         """
         zero1_files.load(self, output_dir, num_workers_per_step)
-
-
-def _accumulate(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Moves the gradient of a parameter into its `main_grad`."""
-    if getattr(param, "main_grad", None) is None:
-        param.main_grad = param.grad.detach().to(dtype, copy=True)
-    else:
-        param.main_grad += param.grad.detach()
-    param.grad = None

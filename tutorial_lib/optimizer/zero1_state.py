@@ -8,7 +8,7 @@
   the last shard, its dtype, and how it is cut over tensor parallelism.
 - `sharding`: this rank's place in the group and the group's size.
 
-`shards` has the layout of a shard, and `join_shards`.
+`flat_shards` has the layout of a shard, and `join_shards`.
 """
 
 from typing import TYPE_CHECKING
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tutorial_lib.parallel_layers import comm
+from tutorial_lib.parallel_layers.flat_shards import shard_length, take_shard
 from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
-
-from .shards import shard_length, take_shard
 
 if TYPE_CHECKING:
     from .zero1 import NeuronZero1Optimizer
@@ -31,7 +30,8 @@ def complete_state(optimizer: "NeuronZero1Optimizer", state: dict) -> dict:
     parameters = [param for param, _ in pairs]
     state = {
         **state,
-        "base_state": optimizer.base_optimizer.state_dict()["state"],
+        "state": {},
+        "base_state": state["state"],
         "shape_info": _shape_info(names, parameters, optimizer.sharding["size"]),
         "sharding": optimizer.sharding,
     }

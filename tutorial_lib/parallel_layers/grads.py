@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from . import comm, parallel_state
 from .buckets import all_reduce_bucketed
@@ -47,24 +49,58 @@ def bucket_allreduce_gradients(
     all_reduce_bucketed(list(grads_list)[::-1], groups, 1.0 / size, bucket_cap_mb, reduce_dtype)
 
 
-def main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that counts: the accumulated one in higher precision (`main_grad`) where there
-    is one.
+class _WidelyAccumulated(nn.Parameter):
+    """A parameter whose `grad` may have a wider dtype than the parameter, which torch 2.9 allows
+    only when the data of an existing gradient is replaced.
     """
-    accumulated = getattr(parameter, "main_grad", None)
-    return parameter.grad if accumulated is None else accumulated
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None or value.dtype == self.dtype:
+            torch.Tensor.grad.__set__(self, value)
+        else:
+            torch.Tensor.grad.__set__(self, value.to(self.dtype))
+            self.grad.data = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
 
-def forget_main_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """What `zero_grad` is for gradients, for those accumulated in higher precision."""
-    for parameter in parameters:
-        if hasattr(parameter, "main_grad"):
-            parameter.main_grad = None
+def wide_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What is precise enough to add many small numbers to: float32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def accumulate_widely(parameter: torch.Tensor) -> RemovableHandle:
+    """Lets backward add up the micro-batches' gradients of a parameter in its `wide_dtype`.
+
+    `parameter.grad` is then a tensor of this dtype, from the first micro-batch on, and stays the
+    only gradient: what clears, scales or replaces it has its usual effect.
+
+    Returns:
+        A handle; its `remove()` ends this.
+    """
+
+    def widen(p: torch.Tensor) -> None:
+        p.grad.data = p.grad.data.to(wide_dtype(p))
+
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = _WidelyAccumulated
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained later
+    handle = parameter.register_post_accumulate_grad_hook(widen)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Groups) -> None:
     """Gives a zero gradient to a parameter that has none here but has one on another rank of the
-    group; an accumulated one (`main_grad`) where that rank's is in another precision.
+    group, and every gradient the widest dtype that it has on a rank.
 
     So the ranks agree on what they reduce, whatever part of the model each one's batch went
     through. One small exchange between the hosts.
@@ -73,18 +109,17 @@ def fill_missing_gradients(parameters: Iterable[torch.Tensor], groups: comm.Grou
     if axis.size == 1:
         return
     parameters = _distinct(parameters)
-    grads = [main_grad(p) for p in parameters]
-    have = [0 if grad is None else grad.element_size() for grad in grads]
+    have = [0 if p.grad is None else p.grad.element_size() for p in parameters]
     anywhere = torch.tensor(have, dtype=torch.uint8, device="cpu")
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=axis.group)
-    for parameter, mine, theirs in zip(parameters, have, anywhere.tolist()):
-        if mine or not theirs:
+    for parameter, mine, widest in zip(parameters, have, anywhere.tolist()):
+        if mine == widest:
             continue
-        if theirs == parameter.element_size():
-            parameter.grad = torch.zeros_like(parameter)
+        dtype = {4: torch.float32, 8: torch.float64}.get(widest, parameter.dtype)
+        if mine:
+            parameter.grad = parameter.grad.to(dtype)
         else:
-            dtype = torch.float64 if theirs == 8 else torch.float32
-            parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -100,13 +135,13 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
     groups = parallel_state.get_tensor_model_parallel_replica_groups()
     if marked:
         fill_missing_gradients(marked, groups)
-    all_reduce_bucketed([main_grad(p) for p in marked if main_grad(p) is not None], groups)
+    all_reduce_bucketed([p.grad for p in marked if p.grad is not None], groups)
 
 
 # --- norm and clipping ----------------------------------------------------------------------------
 
 
-def _pieces(
+def _shares(
     parameter: torch.Tensor, grad: torch.Tensor, force_spmd: bool
 ) -> Iterable[tuple[torch.Tensor, float]]:
     """Cuts a gradient into (part, share): of its powers this rank adds that share to the sum over
@@ -122,8 +157,8 @@ def _pieces(
     size = parallel_state.get_tensor_model_parallel_size()
     if parts not in (-1, size):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is cut over {parts} ranks, and the norm is "
-            f"taken over the {size} of a tensor-parallel group"
+            f"a parameter of shape {tuple(parameter.shape)} is sharded over {parts} ranks, and the "
+            f"norm is taken over the {size} of a tensor-parallel group"
         )
     shared = getattr(parameter, "kv_shared_numel", 0)
     if shared == 0:
@@ -175,16 +210,14 @@ def get_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type {norm_type} is not above 0")
     parameters = _distinct(parameters)
-    counted = [
-        p for p in parameters if main_grad(p) is not None and not getattr(p, "shared", False)
-    ]
+    counted = [p for p in parameters if p.grad is not None and not getattr(p, "shared", False)]
     grads, shares = [], []
     for parameter in counted:
-        for grad, share in _pieces(parameter, main_grad(parameter).detach(), force_spmd):
+        for grad, share in _shares(parameter, parameter.grad.detach(), force_spmd):
             if grad.numel():
                 grads.append(grad)
                 shares.append(share)
-    wide = any(main_grad(p).dtype == torch.float64 for p in counted)
+    wide = any(p.grad.dtype == torch.float64 for p in counted)
     dtype = torch.float64 if wide else torch.float32
     if grads:
         norms = torch.stack(
@@ -208,8 +241,8 @@ def get_grad_norm(
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.Tensor:
-    """What gradients of norm `total_norm` are multiplied by: `max_norm / (total_norm + 1e-6)`, as in
-    torch, and 1 if that is not below 1. NaN where the norm is NaN.
+    """What gradients of norm `total_norm` are multiplied by: `max_norm / (total_norm + 1e-6)`, as
+    in torch, and 1 if that is not below 1. NaN where the norm is NaN.
 
     Raises:
         ValueError: a `max_norm` that is not above 0; infinity clips nothing.
@@ -227,7 +260,7 @@ def clip_grads_with_norm(
 ) -> None:
     """Scales all gradients in place so that a norm of `total_norm` becomes at most `max_norm`."""
     coefficient = clip_coefficient(total_norm, max_norm)
-    grads = [main_grad(p).detach() for p in _distinct(parameters) if main_grad(p) is not None]
+    grads = [p.grad.detach() for p in _distinct(parameters) if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, coefficient)
 

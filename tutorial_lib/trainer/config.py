@@ -4,25 +4,30 @@ from numbers import Real
 
 import torch.distributed as dist
 
+from tutorial_lib.optimizer.finite_step import SKIP, check_policy
 from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel, mesh_is
 from tutorial_lib.parallel_layers.utils import ensure_positive
+
+OPTIMIZER = {
+    "zero_one_enabled": False,
+    "grad_clipping": True,
+    "max_grad_norm": 1.0,
+    "nonfinite_gradients": SKIP,
+}
+PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
+MODEL_INIT = {"meta_device_init": False, "param_init_fn": None}
 
 
 def _completed(name: str, given: dict | None, defaults: dict) -> dict:
     """A new dict of the defaults and what was given.
 
     Raises:
-        ValueError: no dict, or a key that the defaults lack.
+        ValueError: not a dict, or a key that the defaults lack.
     """
     given = {} if given is None else given
-    if not isinstance(given, dict):
+    if not isinstance(given, dict) or not given.keys() <= defaults.keys():
         raise ValueError(f"{name} is {given!r}, not a dict of {', '.join(defaults)}")
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise ValueError(
-            f"{name} has unknown keys {', '.join(unknown)}; it takes {', '.join(defaults)}"
-        )
-    return {**defaults, **given}
+    return defaults | given
 
 
 def neuronx_distributed_config(
@@ -47,7 +52,9 @@ def neuronx_distributed_config(
     it.
 
     Args:
-        optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0).
+        optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0),
+            `nonfinite_gradients` ("skip": a step with inf or NaN in a gradient is left out on all
+            ranks, and counted; "raise": it is an error that names the parameter).
         activation_checkpoint_config: a module class, or a list of them, whose activations are
             recomputed in backward; "full" for the blocks that a Hugging Face model names itself.
         sequence_parallel: sum the gradients of what runs on a part of the sequence before each
@@ -68,71 +75,48 @@ def neuronx_distributed_config(
         NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach
             none of them.
     """
-    ensure_positive(
-        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
-        expert_parallel_size=expert_parallel_size, context_parallel_size=context_parallel_size,
-    )  # fmt: skip
+    sizes = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+    }
+    ensure_positive(**sizes)
     unsupported = {
+        "pipeline_parallel_size": pipeline_parallel_size > 1 and pipeline_parallel_size,
         "pipeline_config": pipeline_config,
         "pad_model": pad_model,
         "lora_config": lora_config,
     }
-    if pipeline_parallel_size > 1:
-        unsupported["pipeline_parallel_size"] = pipeline_parallel_size
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"{name} is not supported (got {value!r})")
-    optimizer = _completed(
-        "optimizer_config",
-        optimizer_config,
-        {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
-    )
-    norm = optimizer["max_grad_norm"]
+    optimizer = _completed("optimizer_config", optimizer_config, OPTIMIZER)
+    check_policy(optimizer["nonfinite_gradients"])
+    norm, zero = optimizer["max_grad_norm"], optimizer["zero_one_enabled"]
     if not isinstance(norm, Real) or not norm > 0:
         raise ValueError(f"max_grad_norm {norm!r} is not a number above 0")
-    zero = optimizer["zero_one_enabled"]
     precision = _completed(
-        "mixed_precision_config",
-        mixed_precision_config,
-        {"use_master_weights": zero, "use_fp32_grad_acc": zero, "use_master_weights_in_ckpt": zero},
+        "mixed_precision_config", mixed_precision_config, dict.fromkeys(PRECISION, zero)
     )
-    asked = [key for key, value in precision.items() if value]
-    if asked and not zero:
-        raise ValueError(f"{', '.join(asked)} needs optimizer_config={{'zero_one_enabled': True}}")
-    if precision["use_master_weights_in_ckpt"] and not precision["use_master_weights"]:
-        if "use_master_weights_in_ckpt" in (mixed_precision_config or {}):
-            raise ValueError("use_master_weights_in_ckpt needs use_master_weights")
-        precision["use_master_weights_in_ckpt"] = False
-    model_init = _completed(
-        "model_init_config",
-        model_init_config,
-        {
-            "sequential_move_factor": sequential_move_factor,
-            "meta_device_init": False,
-            "param_init_fn": None,
-        },
-    )
+    if any(precision.values()) and not zero:
+        asked = ", ".join(key for key, value in precision.items() if value)
+        raise ValueError(f"{asked} needs optimizer_config={{'zero_one_enabled': True}}")
+    move_factor = {"sequential_move_factor": sequential_move_factor}
+    model_init = _completed("model_init_config", model_init_config, MODEL_INIT | move_factor)
+    ensure_positive(sequential_move_factor=model_init["sequential_move_factor"])
     if model_init["meta_device_init"] and model_init["param_init_fn"] is None:
         raise ValueError(
             "meta_device_init needs param_init_fn(module, device), which gives the parameters "
             "their values"
         )
-    ensure_positive(sequential_move_factor=model_init["sequential_move_factor"])
-    if dist.is_initialized():
-        sizes = (
-            tensor_parallel_size,
-            pipeline_parallel_size,
-            context_parallel_size,
-            expert_parallel_size,
-        )
-        # A mesh that is up stays: a new one would lose a model's kv groups.
-        if not mesh_is(initialize_model_parallel(*sizes, mesh_only=True)):
-            initialize_model_parallel(*sizes)
+    # A mesh that is up stays: a new one would lose a model's kv groups.
+    if dist.is_initialized() and not mesh_is(
+        initialize_model_parallel(*sizes.values(), mesh_only=True)
+    ):
+        initialize_model_parallel(*sizes.values())
     return {
-        "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "expert_parallel_size": expert_parallel_size,
-        "context_parallel_size": context_parallel_size,
+        **sizes,
         "optimizer_config": optimizer,
         "activation_checkpoint_config": activation_checkpoint_config,
         "sequence_parallel": sequence_parallel,

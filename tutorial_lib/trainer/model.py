@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.grads import forget_main_grads
 from tutorial_lib.parallel_layers.marks import move_model_to_device
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
@@ -42,13 +41,8 @@ class NxDModel(nn.Module):
             ValueError: there is none.
         """
         output = self.module(*args, **kwargs)
-        loss = (
-            output
-            if isinstance(output, torch.Tensor)
-            else output.loss
-            if hasattr(output, "loss")
-            else output[0]
-        )
+        loss = getattr(output, "loss", output)
+        loss = loss[0] if isinstance(loss, (tuple, list)) else loss
         if loss is None:
             raise ValueError("the model gave no loss: it was called without labels")
         loss.backward()
@@ -65,11 +59,6 @@ class NxDModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, those accumulated in higher precision too."""
-        self.module.zero_grad(set_to_none)
-        forget_main_grads(self.module.parameters())
 
     # A checkpoint is the model's: without the name of this wrapper.
     def named_parameters(self, *args, **kwargs):
@@ -137,7 +126,8 @@ def initialize_parallel_model(
         include_buffers: with `meta_device_init`, buffers are made by `param_init_fn` too.
 
     Raises:
-        ValueError: `include_buffers` is no bool: positional arguments for the model come after it.
+        ValueError: `include_buffers` is not a bool: positional arguments for the model come after
+            it.
         Exception: what `model_fn` raised on any rank, on all of them.
     """
     if not isinstance(include_buffers, bool):
@@ -145,10 +135,8 @@ def initialize_parallel_model(
             f"include_buffers is {include_buffers!r}: it is the third argument, "
             "before the model's own"
         )
-    local_rank, local_size = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     factor = nxd_config["model_init_config"]["sequential_move_factor"]
     model, error = None, None
     for wave in range(-(-local_size // factor)):

@@ -3,16 +3,19 @@ right order.
 """
 
 import os
+from collections import OrderedDict
 
 import torch
 
+from tutorial_lib.optimizer.finite_step import check_finite, update_where
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
     allreduce_sequence_parallel_gradients,
     bucket_allreduce_gradients,
-    clip_grad_norm,
+    clip_grads_with_norm,
     fill_missing_gradients,
+    get_grad_norm,
 )
 
 
@@ -21,54 +24,35 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     `step` sums what sequence parallelism left partial, averages over data parallelism, clips and
     steps; the last three are ZeRO-1's own where it is on.
-    For learning-rate schedulers and everything else it is the optimizer that it wraps.
+    A step whose gradients are not finite is left out, see `finite_step`.
+
+    Groups, state and everything else are those of the optimizer inside, `optimizer`. Hooks of a
+    step run before and after the whole of it.
+
+    Attributes:
+        grad_norm: the norm of all gradients at the last step, before clipping; None before it or
+            without clipping.
+        skipped_steps: how many steps were left out, a 0-d tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: dict):
-        # Not Optimizer.__init__: the groups and the state are the wrapped optimizer's.
-        self.optimizer, self.nxd_config = optimizer, nxd_config
-        self._grad_norm: torch.Tensor | None = None
+        # Not Optimizer.__init__, which makes groups and a state.
+        vars(self).update(optimizer=optimizer, nxd_config=nxd_config)
+        vars(self)["_optimizer_step_pre_hooks"] = OrderedDict()
+        vars(self)["_optimizer_step_post_hooks"] = OrderedDict()
+        self._patch_step_function()
+        if not isinstance(optimizer, NeuronZero1Optimizer):
+            vars(self).update(grad_norm=None, skipped_steps=torch.tensor(0))
 
     def __getattr__(self, name: str):
-        if name == "optimizer":  # while a copy is being made
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    # torch's own would leave out what is wrapped.
-    def __getstate__(self) -> dict:
-        return {name: vars(self)[name] for name in ("optimizer", "nxd_config", "_grad_norm")}
+    def __setattr__(self, name: str, value) -> None:
+        own = name in vars(self) or hasattr(type(self), name) or not hasattr(self.optimizer, name)
+        object.__setattr__(self if own else self.optimizer, name, value)
 
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-
-    def __repr__(self) -> str:
-        return f"NxDOptimizer({self.optimizer!r})"
-
-    @property
-    def state(self):
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict:
-        return self.optimizer.defaults
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients at the last step, before clipping; None before it or without
-        clipping.
-        """
-        return (
-            self.optimizer.grad_norm
-            if isinstance(self.optimizer, NeuronZero1Optimizer)
-            else self._grad_norm
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
+    def __reduce__(self):
+        return NxDOptimizer, (self.optimizer, self.nxd_config)
 
     def add_param_group(self, param_group: dict) -> None:
         self.optimizer.add_param_group(param_group)
@@ -87,23 +71,27 @@ class NxDOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.nxd_config["sequence_parallel"]:
             allreduce_sequence_parallel_gradients(self.optimizer)
-        if not isinstance(self.optimizer, NeuronZero1Optimizer):
-            self._average_and_clip()
-        self.optimizer.step()
+        if isinstance(self.optimizer, NeuronZero1Optimizer):
+            self.optimizer.step()
+        else:
+            self._average_clip_and_step()
         return loss
 
-    def _average_and_clip(self) -> None:
-        config, groups = (
-            self.nxd_config["optimizer_config"],
-            parallel_state.get_data_parallel_group(),
-        )
+    @torch.no_grad()
+    def _average_clip_and_step(self) -> None:
+        config = self.nxd_config["optimizer_config"]
+        groups = parallel_state.get_data_parallel_group()
         parameters = [p for group in self.param_groups for p in group["params"]]
         fill_missing_gradients(parameters, groups)
-        bucket_allreduce_gradients(
-            [p.grad for p in parameters if p.grad is not None], groups=groups
-        )
+        grads = [p.grad for p in parameters if p.grad is not None]
+        bucket_allreduce_gradients(grads, groups=groups)
+        norm = get_grad_norm(parameters)
+        finite = check_finite(norm, config["nonfinite_gradients"], self.param_groups)
         if config["grad_clipping"]:
-            self._grad_norm = clip_grad_norm(parameters, config["max_grad_norm"])
+            self.grad_norm = norm
+            clip_grads_with_norm(parameters, norm, config["max_grad_norm"])
+        update_where(finite, self.optimizer.step, self.optimizer)
+        self.skipped_steps = self.skipped_steps.to(finite.device) + ~finite
 
 
 def initialize_parallel_optimizer(
@@ -135,6 +123,7 @@ def initialize_parallel_optimizer(
         bucket_cap_mb_reduce_scatter=cap_mb,
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],
+        nonfinite_gradients=config["nonfinite_gradients"],
         **defaults,
     )
     return NxDOptimizer(optimizer, nxd_config)

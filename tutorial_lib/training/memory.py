@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from tutorial_lib.backends import on_trainium
-from tutorial_lib.parallel_layers.grads import main_grad
 
 TRAINIUM_CORE = 16 * 2**30  # bytes of device memory for each NeuronCore of a trn1 instance
 
@@ -55,8 +54,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients that exist now, of those accumulated in higher precision too."""
-    return tensor_bytes(main_grad(p) for p in model.parameters() if main_grad(p) is not None)
+    """Bytes of the gradients that exist now."""
+    return tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
 
 
 def optimizer_bytes(optimizer) -> int:

@@ -1,7 +1,9 @@
-"""Activation checkpointing: a module keeps its inputs alone, and runs its forward again when backward needs the rest.
+"""Activation checkpointing: a module keeps its inputs alone, and runs its forward again when
+backward needs the rest.
 
-Names are those of `neuronx_distributed.utils.activation_checkpoint`. Unlike there a recomputed forward draws the random
-numbers that the first one drew, from every stream, so that results are bit for bit those without checkpointing.
+Names are those of `neuronx_distributed.utils.activation_checkpoint`. Unlike there a recomputed
+forward draws the random numbers that the first one drew, from every stream, so that results are bit
+for bit those without checkpointing.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +16,9 @@ from tutorial_lib.parallel_layers.recompute import checkpoint
 
 
 class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
-    """Runs the wrapped module under checkpointing; the names of parameters and modules stay what they were."""
+    """Runs the wrapped module under checkpointing; the names of parameters and modules stay what
+    they were.
+    """
 
     def named_modules(
         self, memo=None, prefix: str = "", remove_duplicate: bool = True
@@ -41,7 +45,7 @@ def checkpoint_wrapper(
     """
     if checkpoint_impl is not CheckpointImpl.NO_REENTRANT:
         raise ValueError(
-            f"checkpoint_impl {checkpoint_impl} is not supported, only {CheckpointImpl.NO_REENTRANT}"
+            f"checkpoint_impl {checkpoint_impl} is not {CheckpointImpl.NO_REENTRANT}, the only one"
         )
     return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
 

@@ -7,9 +7,9 @@ import torch
 
 from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models.configs import kv_multiplier
-from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.buckets import buckets_of, meta_stands_for_host
 from tutorial_lib.parallel_layers.comm import Collective
+from tutorial_lib.parallel_layers.flat_shards import shard_length
 
 from .parameters import parameters, qkv_features
 

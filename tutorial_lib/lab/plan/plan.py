@@ -8,8 +8,8 @@ import torch
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.optimizer.shards import shard_length
 from tutorial_lib.parallel_layers.comm import Collective
+from tutorial_lib.parallel_layers.flat_shards import shard_length
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .activations import saved_bytes

@@ -1,43 +1,14 @@
-"""How ZeRO-1 cuts a parameter, and the bucketed collectives between whole parameters and shards.
+"""The bucketed collectives between whole parameters and the shards of `flat_shards`.
 
-A parameter of n elements over a group of R ranks is flattened, padded with zeros to R · ⌈n / R⌉ and
-cut into R equal runs; rank r holds run r. So a shard is at most R - 1 elements longer than n / R,
-whatever the shape, and the shards of all ranks, one behind the other, are the parameter. In a
-bucket the parameters lie side by side, as columns of a matrix of R rows: row r is what rank r
-holds.
+In a bucket the parameters lie side by side, as columns of a matrix with a row for each rank: row r
+is what rank r holds.
 """
 
 import torch
-import torch.nn.functional as F
 
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.buckets import buckets_of, one_ahead
-
-
-def shard_length(numel: int, size: int) -> int:
-    """Elements in each of `size` shards."""
-    return -(-numel // size)
-
-
-def as_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """`tensor` as a matrix of its shards, `(size, shard length)`; a view if it needs no padding and
-    is contiguous.
-    """
-    length = shard_length(tensor.numel(), size)
-    flat, padding = tensor.reshape(-1), size * length - tensor.numel()
-    if padding:  # F.pad copies even where there is nothing to add
-        flat = F.pad(flat, (0, padding))
-    return flat.view(size, length)
-
-
-def take_shard(tensor: torch.Tensor, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A copy, in `dtype`, of the shard of `tensor` that `rank` holds; flat."""
-    return as_rows(tensor.detach(), size)[rank].to(dtype, copy=True)
-
-
-def join_shards(shards: list[torch.Tensor], shape: tuple[int, ...] | list[int]) -> torch.Tensor:
-    """The tensor of that shape that the shards of all ranks, in rank order, were taken from."""
-    return torch.cat(shards)[: torch.Size(shape).numel()].view(shape)
+from tutorial_lib.parallel_layers.flat_shards import as_rows
 
 
 def reduce_scatter_mean(

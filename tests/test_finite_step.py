@@ -1,0 +1,148 @@
+"""A gradient that is not finite on one rank: the step is left out on all, or is an error on all."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tutorial_lib import xla_model as xm
+from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
+from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.marks import (
+    move_model_to_device,
+    set_tensor_model_parallel_attributes,
+)
+from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
+
+from .pool import needs_xla
+
+TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
+FIRST_RANK, LAST_RANK = (0, 0), (1, 1)
+
+
+def make(zero, optimizer_class, policy="skip", clip=True, tp=2):
+    config = neuronx_distributed_config(
+        tensor_parallel_size=tp,
+        optimizer_config={
+            "zero_one_enabled": zero,
+            "grad_clipping": clip,
+            "nonfinite_gradients": policy,
+        },
+    )
+    torch.manual_seed(TP())
+    model = nn.Linear(3, 2)
+    torch.manual_seed(0)
+    nn.init.normal_(model.bias)  # replicated
+    model = move_model_to_device(model, xm.xla_device())
+    set_tensor_model_parallel_attributes(model.weight, True, 0, 1)
+    options = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {"weight_decay": 0.1}
+    return model, initialize_parallel_optimizer(
+        config, optimizer_class, model.named_parameters(), lr=0.1, **options
+    )
+
+
+def train(steps, bad, value, where, **options):
+    """Trains with the batches of `steps`, of which one rank gets a bad number in those of `bad`."""
+    model, optimizer = make(**options)
+    warnings.simplefilter("ignore")
+    for step in steps:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + DP()))
+        if step in bad and where == (TP(), DP()):
+            x[0, 0] = value
+        model(x.to(xm.xla_device())).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        xm.mark_step()
+    state = {
+        (number, name): value.cpu()
+        for number, fields in enumerate(optimizer.state.values())
+        for name, value in fields.items()
+    }
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    return {**weights, **state}, int(optimizer.skipped_steps), optimizer.grad_norm
+
+
+@pytest.mark.parametrize("where", [FIRST_RANK, LAST_RANK])
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams, torch.optim.SGD]
+)
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_step_is_left_out_on_all_ranks(ranks, zero, clip, optimizer_class, where):
+    options = dict(zero=zero, clip=clip, optimizer_class=optimizer_class, where=where)
+    value = torch.inf if clip else torch.nan
+    found = ranks(train, range(6), (0, 3), value, **options, world_size=4, tp=None)
+    expected = ranks(train, (1, 2, 4, 5), (), 0, **options, world_size=4, tp=None)
+    for (tensors, skipped, norm), (right, none, _) in zip(found, expected):
+        assert (skipped, none) == (2, 0) and (norm is None) == (not clip)
+        assert tensors.keys() == right.keys()
+        for name, tensor in right.items():
+            assert tensor.isfinite().all() and torch.equal(tensors[name], tensor), name
+
+
+@needs_xla
+@pytest.mark.parametrize("optimizer_class", [AdamW_FP32OptimParams, torch.optim.SGD])
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_traced_step_is_left_out(ranks, zero, optimizer_class):
+    options = dict(zero=zero, optimizer_class=optimizer_class, where=(0, 1), tp=1)
+    where = {"world_size": 2, "backend": "xla", "tp": 1}
+    found = ranks(on_xla, range(5), (0, 3), torch.nan, options, **where)
+    expected = ranks(on_xla, (1, 2, 4), (), 0, options, **where)
+    for (tensors, skipped, _), (right, none, _) in zip(found, expected):
+        assert (skipped, none) == (2, 0)
+        for name, tensor in right.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def on_xla(steps, bad, value, options):
+    return *train(steps, bad, value, **options)[:2], None
+
+
+def raised(zero):
+    model, optimizer = make(zero, torch.optim.AdamW, "raise")
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    if (TP(), DP()) == LAST_RANK:
+        model.weight.grad[0, 0] = torch.nan
+    with comm.record() as log, pytest.raises(FloatingPointError) as error:
+        optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before))
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    return str(error.value), len(log)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_an_error_names_the_parameter_on_all_ranks(ranks, zero):
+    found = ranks(raised, zero, world_size=4, tp=None)
+    assert len(set(found)) == 1
+    assert (
+        "norm of the gradients is nan: not finite are those of weight of shape (2, 3)"
+        in (found[0][0])
+    )
+
+
+def huge():
+    model, optimizer = make(True, torch.optim.SGD)
+    before = model.bias.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return torch.equal(model.bias, before), [str(w.message) for w in caught]
+
+
+def test_an_overflow_of_the_norm_is_left_out_and_rank_0_says_so(ranks):
+    found = ranks(huge, world_size=4, tp=None)
+    assert [left_out for left_out, _ in found] == [True] * 4
+    assert [len(said) for _, said in found] == [1, 0, 0, 0]
+    assert "inf: their sum overflows; the step is left out on all ranks" in found[0][1][0]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="'stop', neither 'skip' nor 'raise'"):
+        neuronx_distributed_config(optimizer_config={"nonfinite_gradients": "stop"})
