@@ -191,13 +191,12 @@ def load_wrong(name, full):
 
 def test_weights_of_another_model_are_refused(ranks):
     full = TINY["llama"].theirs(config("llama")).state_dict()
-    surplus = full | {"surplus": torch.ones(1)}
-    del surplus["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight.*surplus"):
-        ranks(load_wrong, "llama", surplus, world_size=2, tp=2)
+    less = {key: p for key, p in full.items() if key != "model.layers.1.mlp.up_proj.weight"}
+    with pytest.raises(ValueError, match=r"missing: model.layers.1.mlp.up_proj.weight"):
+        ranks(load_wrong, "llama", less, world_size=2, tp=2)
     gate, up = (f"model.layers.1.mlp.{half}_proj.weight" for half in ("gate", "up"))
     both = torch.cat([full[gate], full[up]])  # the right sum of rows, split at the wrong one
-    with pytest.raises(ValueError, match=r"gate_proj.weight: shape \(60, 32\) should have 64"):
+    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(60, 32\), \(64, 32\)"):
         ranks(load_wrong, "llama", full | {gate: both[:60], up: both[60:]}, world_size=2, tp=2)
     full = TINY["gpt_neox"].theirs(config("gpt_neox", vocab_size=90)).state_dict()
     with pytest.raises(ValueError, match="90"):
