@@ -2,6 +2,7 @@
 entries, errors.
 """
 
+import itertools
 import math
 
 import pytest
@@ -35,16 +36,17 @@ def run(logits, target, cotangent=None, **options):
     return loss.detach(), first
 
 
-def check(dtype, shape, vocabulary, ignored):
+def check(dtype, shape, vocabulary, ignored, smoothing):
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64).to(dtype)
     target = torch.randint(vocabulary, shape, generator=generator)
     if ignored:
         target.view(-1)[::3] = -100
     cotangent = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    loss, grad = run(logits, target, cotangent)
+    loss, grad = run(logits, target, cotangent, label_smoothing=smoothing)
     full = logits.clone().requires_grad_()
-    wanted = F.cross_entropy(full.flatten(0, -2), target.flatten(), reduction="none").view(shape)
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    wanted = F.cross_entropy(full.flatten(0, -2), target.flatten(), **options).view(shape)
     wanted.backward(cotangent)
     bound = 1e-10 if dtype is torch.float64 else 1e-5
     assert loss.dtype is dtype and (loss - wanted).abs().max() <= bound
@@ -55,8 +57,8 @@ def check(dtype, shape, vocabulary, ignored):
 def grid(dtype):
     for shape in ((7,), (3, 5), (2, 3, 4)):
         for vocabulary in (4, 12, 52):
-            for ignored in (False, True):
-                check(dtype, shape, vocabulary, ignored)
+            for ignored, smoothing in itertools.product((False, True), (0.0, 0.1)):
+                check(dtype, shape, vocabulary, ignored, smoothing)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -94,6 +96,18 @@ def test_targets_of_any_integer_dtype(ranks, dtype, target):  # in a byte −100
     for loss, logits in ranks(small_targets, dtype, target, world_size=2, tp=2):
         expected = F.cross_entropy(logits, torch.tensor(target), reduction="none")
         torch.testing.assert_close(loss, expected)
+
+
+def ramp(scale, smoothing):
+    return run(scale * torch.arange(8.0)[None], torch.tensor([2]), label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_label_smoothing_is_over_the_whole_vocabulary(ranks, size):
+    cases = ((1.0, 0.1, 5.308340), (1.0, 0.0, 5.458340), (1000.0, 0.1, 4850))
+    for scale, smoothing, expected in cases:
+        for loss, grad in ranks(ramp, scale, smoothing, world_size=size, tp=size):
+            assert loss.item() == pytest.approx(expected, abs=1e-5) and grad.isfinite().all()
 
 
 def ignored_infinities():

@@ -1,7 +1,7 @@
 """Cross entropy over a sharded vocabulary: no rank ever holds all logits of a token.
 
 The vocabulary is sharded as a `ColumnParallelLinear` head leaves it. Per token the ranks exchange
-two numbers, in one all-gather, where gathered logits would take V.
+two numbers (three with label smoothing), in one all-gather, where gathered logits would take V.
 """
 
 import torch
@@ -30,18 +30,22 @@ class _CrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, target, owned, valid, real):
+    def forward(ctx, logits, target, owned, valid, real, vocabulary, smoothing):
         inside = logits[..., :real].to(torch.promote_types(logits.dtype, torch.float32))
         exponents = _log_sum_exp(inside)
         picked = torch.zeros_like(exponents)
         if real:
             picked = torch.where(owned, inside.gather(-1, target.unsqueeze(-1)).squeeze(-1), 0)
+        own = [exponents, picked, inside.sum(-1)] if smoothing else [exponents, picked]
         del inside
-        shares = comm.all_gather(torch.stack([exponents, picked])[None])  # [T, 2, …]
+        shares = comm.all_gather(torch.stack(own)[None])  # [T, 2 or 3, …]
         total = torch.logsumexp(shares[:, 0], 0)
         loss = total - shares[:, 1].sum(0)
+        if smoothing:
+            mean = shares[:, 2].sum(0) / vocabulary
+            loss = (1 - smoothing) * loss + smoothing * (total - mean)
         ctx.save_for_backward(logits, target, owned, valid, total)
-        ctx.real = real
+        ctx.real, ctx.vocabulary, ctx.smoothing = real, vocabulary, smoothing
         return torch.where(valid, loss, 0)
 
     @staticmethod
@@ -49,19 +53,22 @@ class _CrossEntropy(Function):
     def backward(ctx, grad):
         logits, target, owned, valid, total = ctx.saved_tensors
         softmax = (logits[..., : ctx.real].to(total.dtype) - total.unsqueeze(-1)).exp_()
+        if ctx.smoothing:
+            softmax -= ctx.smoothing / ctx.vocabulary
         if ctx.real:
-            hit = -owned.unsqueeze(-1).to(total.dtype)
+            hit = (ctx.smoothing - 1) * owned.unsqueeze(-1).to(total.dtype)
             softmax.scatter_add_(-1, target.unsqueeze(-1), hit)
         softmax *= torch.where(valid, grad, 0).unsqueeze(-1)
         softmax = softmax.masked_fill_(~valid.unsqueeze(-1), 0).to(logits.dtype)
         if ctx.real < logits.size(-1):
             softmax = torch.nn.functional.pad(softmax, (0, logits.size(-1) - ctx.real))
-        return softmax, None, None, None, None
+        return softmax, None, None, None, None, None, None
 
 
 def parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
+    label_smoothing: float = 0.0,
     *,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
@@ -71,6 +78,8 @@ def parallel_cross_entropy(
         vocab_parallel_logits: `[…, V/T]`, this rank's shard of the vocabulary. Not modified.
         target: `[…]`, ids of the whole vocabulary in any integer dtype, the same on every rank.
             The loss and the gradient of a token with target −100 are exactly 0.
+        label_smoothing: α in [0, 1), as in `F.cross_entropy`: 1 − α of the target distribution is
+            on the target, and α is spread evenly over all V classes.
         vocab_size: V where the logits carry padding behind it, which then takes no part; by default
             `output_size` of the column-parallel layer that they come from, otherwise all of them.
 
@@ -80,8 +89,8 @@ def parallel_cross_entropy(
 
     Raises:
         ValueError: logits that were gathered, as far as their autograd graph (or, without one, the
-            tensor itself) shows it; shapes that do not fit, a target outside of the vocabulary, or
-            a `vocab_size` larger than the logits; on every rank. On an accelerator such a target's
+            tensor itself) shows it; shapes that do not fit, a target outside of the vocabulary, a
+            smoothing outside of [0, 1), or a `vocab_size` larger than the logits; on every rank. On an accelerator such a target's
             loss is NaN instead.
     """
     logits, local = vocab_parallel_logits, vocab_parallel_logits.size(-1)
@@ -91,6 +100,8 @@ def parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} need targets of shape "
             f"{tuple(logits.shape[:-1])}, not {tuple(target.shape)}"
         )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing {label_smoothing} is not in [0, 1)")
     if size > 1 and holds_shard(logits) is False:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} were gathered: each of {size} ranks holds the "
@@ -111,5 +122,5 @@ def parallel_cross_entropy(
     valid = target != IGNORED
     owned = (target >= start) & (target < start + real) & valid
     inner = torch.where(owned, target - start, 0)
-    loss = _CrossEntropy.apply(logits, inner, owned, valid, real)
+    loss = _CrossEntropy.apply(logits, inner, owned, valid, real, vocabulary, label_smoothing)
     return loss if outside is None else loss.masked_fill(outside, float("nan"))
