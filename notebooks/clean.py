@@ -22,7 +22,8 @@ _MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:home|Users|root|tmp|var/folders)/[\w
 
 
 def clean(nb: NotebookNode) -> NotebookNode:
-    """Leaves of an executed notebook what a reader needs: no traces of the tool that ran it or of the time it ran.
+    """Leaves of an executed notebook what a reader needs: no traces of the tool that ran it or of
+    the time it ran.
 
     Warnings and errors stay: `faults` names them, and they are mended at their source.
     """
@@ -30,7 +31,8 @@ def clean(nb: NotebookNode) -> NotebookNode:
     nb.metadata = NotebookNode(
         {key: nb.metadata[key] for key in ("language_info", KEY) if key in nb.metadata}
     )
-    # Both as JupyterLab gets them from a kernel: it marks a notebook that says otherwise as changed when it opens it.
+    # Both as JupyterLab gets them from a kernel: it marks a notebook that says otherwise as changed
+    # when it opens it.
     nb.metadata.setdefault("language_info", NotebookNode(name="python"))
     nb.metadata.kernelspec = NotebookNode(
         name="python3", language="python", display_name="Python 3 (ipykernel)"
@@ -73,7 +75,9 @@ def _merged(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
 
 
 def faults(nb: NotebookNode) -> list[str]:
-    """What a reader should not meet in a committed notebook's outputs and metadata; empty if all is well."""
+    """What a reader should not meet in a committed notebook's outputs and metadata; empty if all is
+    well.
+    """
     found = []
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
     counts = [cell.execution_count for cell in code]
@@ -121,7 +125,9 @@ def _own_paths(words: str) -> list[str]:
 
 
 def fingerprint(nb: NotebookNode) -> dict[str, str]:
-    """A hash of the code cells and one of each file of this repository that they import, directly or through others."""
+    """A hash of the code cells and one of each file of this repository that they import, directly
+    or through others.
+    """
     cells = [cell.source for cell in nb.cells if cell.cell_type == "code"]
     files: set[Path] = set()
     todo = [(_python(source), None) for source in cells]
@@ -159,8 +165,8 @@ def _python(source: str) -> str:
 def _imports(source: str, importer: Path | None) -> Iterator[Path]:
     """The files of `PACKAGES` that a cell imports, or that a file imports when it is loaded.
 
-    An import inside a function of the library is for some backend or option only, and would make notebooks stale that
-    never get there.
+    An import inside a function of the library is for some backend or option only, and would make
+    notebooks stale that never get there.
     """
     todo: list[ast.AST] = [ast.parse(source)]
     while todo:

@@ -3,9 +3,9 @@
     python -m notebooks.run tutorials [NAME …] [-p name value …]
     python -m notebooks.run refresh [NAME …]
 
-NAME is a notebook or the beginning of its name (`02`). `tutorials` writes `build/executed/NAME.ipynb` and `.html`;
-`refresh` executes with the notebooks' own parameters, cleans and writes back. Every notebook is tried; the exit status
-is 1 if one of them failed.
+NAME is a notebook or the beginning of its name (`02`). `tutorials` writes
+`build/executed/NAME.ipynb` and `.html`; `refresh` executes with the notebooks' own parameters,
+cleans and writes back. Every notebook is tried; the exit status is 1 if one of them failed.
 """
 
 import argparse
@@ -28,9 +28,12 @@ from notebooks.clean import KEY, ROOT, clean, faults, fingerprint
 
 FOLDER = ROOT / "notebooks"
 EXECUTED = ROOT / "build" / "executed"
-# nbconvert's page sets the library's source in the font of its prose, and breaks printed lines within a word.
+# nbconvert's page sets the library's source in the font of its prose, and breaks printed lines
+# within a word.
 STYLE = """<style>
-.jp-OutputArea-output.jp-RenderedMarkdown pre { font: var(--jp-code-font-size) var(--jp-code-font-family); }
+.jp-OutputArea-output.jp-RenderedMarkdown pre {
+  font: var(--jp-code-font-size) var(--jp-code-font-family);
+}
 .jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }
 .jp-RenderedMarkdown .highlight { margin-bottom: 1em; }
 </style></head>"""
@@ -54,7 +57,8 @@ def select(names: list[str]) -> list[Path]:
     for name in wanted:
         if not any(path.stem.startswith(name) for path in every):
             raise ValueError(
-                f"no notebook is called {name!r}; there are {', '.join(path.stem for path in every)}"
+                f"no notebook is called {name!r}; there are "
+                f"{', '.join(path.stem for path in every)}"
             )
     return [
         path for path in every if not wanted or any(path.stem.startswith(name) for name in wanted)
@@ -70,7 +74,8 @@ def parameters_of(notebook: Path) -> dict[str, object]:
 def execute(
     notebook: Path, output: Path | None = None, parameters: dict[str, object] | None = None
 ) -> NotebookNode:
-    """Executes a notebook in its own folder, in a kernel of this very Python with this checkout first on its path.
+    """Executes a notebook in its own folder, in a kernel of this very Python with this checkout
+    first on its path.
 
     Args:
         output: where to write what was executed, also after an error.
@@ -80,8 +85,8 @@ def execute(
     """
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="kernels-") as kernels:
-        # A `python3` kernel that somebody registered for another environment must not win. Its warnings are about
-        # connections within this machine.
+        # A `python3` kernel that somebody registered for another environment must not win. Its
+        # warnings are about connections within this machine.
         write_kernel_spec(
             Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"]
         )

@@ -7,7 +7,9 @@ from .pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(function, *args, world_size=2, tp=2, backend="cpu", **kwargs)`: runs it on every rank, see `RankPool.run`."""
+    """`ranks(function, *args, world_size=2, tp=2, backend="cpu", **kwargs)`: runs it on every rank,
+    see `RankPool.run`.
+    """
     pools: dict[tuple[int, str], RankPool] = {}
 
     def run(function, *args, world_size: int, backend: str = "cpu", **kwargs):

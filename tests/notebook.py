@@ -1,4 +1,6 @@
-"""A notebook without a reader: cells run one by one in a kernel of their own, and what they leave behind is looked at."""
+"""A notebook without a reader: cells run one by one in a kernel of their own, and what they leave
+behind is looked at.
+"""
 
 import os
 import re
@@ -72,7 +74,9 @@ class Notebook:
 
 
 class Traces:
-    """The processes below a kernel, their listening ports and their files in /dev/shm, to be looked for later."""
+    """The processes below a kernel, their listening ports and their files in /dev/shm, to be looked
+    for later.
+    """
 
     def __init__(self, kernel: psutil.Process):
         self.processes = kernel.children(recursive=True)
@@ -87,7 +91,8 @@ class Traces:
         """Fails unless all of it is gone after that many seconds.
 
         Args:
-            ports: look at these, too; not if a new mesh is up by now that may have been given one of them.
+            ports: look at these, too; not if a new mesh is up by now that may have been given one
+                of them.
             kernel_too: the kernel is expected to be gone as well.
         """
         _, alive = psutil.wait_procs(self.processes, timeout=within)

@@ -25,7 +25,8 @@ def train_alone(
     """Training by hand: torch's AdamW, and one batch that holds all micro-batches of a step.
 
     Returns:
-        Losses, gradient norms, gradients of the first step by name, and the weights at the end by name.
+        Losses, gradient norms, gradients of the first step by name, and the weights at the end by
+        name.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     losses, gradients, norms = [], None, []
@@ -43,9 +44,12 @@ def train_alone(
 
 
 def train_together(
-    model, micro_batch, zero: bool, accumulation: int, steps: int, lr: float, max_norm: float, sequence_parallel: bool = False
+    model, micro_batch, zero: bool, accumulation: int, steps: int, lr: float, max_norm: float,
+    sequence_parallel: bool = False
 ):  # fmt: skip
-    """The same over the ranks of the mesh, with the library's loop and optimizer; the same results, on every rank."""
+    """The same over the ranks of the mesh, with the library's loop and optimizer; the same results,
+    on every rank.
+    """
     nxd_config = neuronx_distributed_config(
         tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
         optimizer_config={
@@ -206,8 +210,8 @@ def assert_refused(ranks, text: str, function, *args, **where) -> None:
 
 
 def messages(module: str, tables: tuple[str, ...]) -> dict[str, str]:
-    """What each case in tables of a test's module raises: on every rank by itself, so that none is left waiting for
-    another.
+    """What each case in tables of a test's module raises: on every rank by itself, so that none is
+    left waiting for another.
     """
     found = {}
     for table in tables:
@@ -220,7 +224,9 @@ def messages(module: str, tables: tuple[str, ...]) -> dict[str, str]:
 
 
 def assert_messages(ranks, module: str, *tables: str, size: int) -> None:
-    """That each case, `name: (function, words)`, raises ValueError with these words on every one of `size` ranks."""
+    """That each case, `name: (function, words)`, raises ValueError with these words on every one of
+    `size` ranks.
+    """
     for found in ranks(messages, module, tables, world_size=size, tp=size):
         for table in tables:
             for name, (_, words) in getattr(importlib.import_module(module), table).items():

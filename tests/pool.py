@@ -1,6 +1,8 @@
-"""A pool of rank processes that stays up for the whole test session, as starting them costs seconds and a test milliseconds.
+"""A pool of rank processes that stays up for the whole test session, as starting them costs seconds
+and a test milliseconds.
 
-A test hands a module-level function to `RankPool.run`; every rank calls it and its results come back in rank order.
+A test hands a module-level function to `RankPool.run`; every rank calls it and its results come
+back in rank order.
 """
 
 import atexit
@@ -24,7 +26,8 @@ GRACE = 3.0  # seconds that ranks get to end after one of them has failed
 START = (
     240.0  # seconds that they get to import torch and meet, on a machine that does other things too
 )
-# Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which start threads.
+# Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which
+# start threads.
 PRELOAD = [
     "torch",
     "h5py",
@@ -38,7 +41,9 @@ PRELOAD = [
 
 
 class RankPool:
-    """`world_size` processes of one backend. They are started at the first run, and anew after a run that broke them."""
+    """`world_size` processes of one backend. They are started at the first run, and anew after a
+    run that broke them.
+    """
 
     def __init__(self, world_size: int, backend: str = "cpu"):
         self.world_size, self.backend = world_size, backend
@@ -57,9 +62,11 @@ class RankPool:
         """Calls `function(*args, **kwargs)` on every rank.
 
         Args:
-            tp: tensor-parallel size of the mesh that is set up before the call; None leaves that to the function.
+            tp: tensor-parallel size of the mesh that is set up before the call; None leaves that to
+                the function.
             timeout: seconds after which the ranks are ended and TimeoutError is raised.
-            return_exceptions: give the exception of a rank as its result. Otherwise the first one is raised.
+            return_exceptions: give the exception of a rank as its result. Otherwise the first one
+                is raised.
         """
         if not self._workers:
             self._start()
@@ -78,7 +85,8 @@ class RankPool:
                 self.stop()
                 if failed is None:
                     raise TimeoutError(
-                        f"ranks {silent} of {self.world_size} did not finish {function} in {timeout} s"
+                        f"ranks {silent} of {self.world_size} did not finish {function} in "
+                        f"{timeout} s"
                     )
                 for rank in silent:
                     results[rank] = TimeoutError(
@@ -96,7 +104,8 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if failed is not None:
             if len({(type(result), str(result)) for result in results.values()}) > 1:
-                self.stop()  # the ranks took different ways: who knows what one of them still waits for
+                # The ranks took different ways: who knows what one of them still waits for.
+                self.stop()
             if not return_exceptions:
                 raise results[failed]
         return [results[rank] for rank in range(self.world_size)]
@@ -108,7 +117,8 @@ class RankPool:
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             environment = rank_environment(self.backend, rank, self.world_size, master_port=0)
-            # Not daemonic, as a task may start data-loader workers; `stop` runs at exit before they would be joined.
+            # Not daemonic, as a task may start data-loader workers; `stop` runs at exit before they
+            # would be joined.
             process = context.Process(
                 target=_serve, args=(theirs, self.backend, store, environment), daemon=False
             )
@@ -129,7 +139,8 @@ class RankPool:
 
     def stop(self) -> None:
         """Ends the processes."""
-        # Rank 0 last: it serves the others' connection on XLA, and they abort, with a page of text, when that is gone.
+        # Rank 0 last: it serves the others' connection on XLA, and they abort, with a page of text,
+        # when that is gone.
         for process, connection in reversed(self._workers):
             connection.close()
             process.kill()

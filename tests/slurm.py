@@ -1,4 +1,6 @@
-"""A SLURM cluster of two nodes on this machine, for the tests: real daemons, in a folder of their own."""
+"""A SLURM cluster of two nodes on this machine, for the tests: real daemons, in a folder of their
+own.
+"""
 
 import getpass
 import os
@@ -79,7 +81,9 @@ def wait_for(condition, seconds: float, what: str = "the condition") -> None:
 
 
 class Cluster:
-    """`with Cluster() as cluster:` it is up, and `cluster.environment` makes SLURM's commands use it."""
+    """`with Cluster() as cluster:` it is up, and `cluster.environment` makes SLURM's commands use
+    it.
+    """
 
     def __enter__(self) -> "Cluster":
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))

@@ -180,7 +180,8 @@ HOSTILE = {
     "a shard is a pipe": replaced(MODEL, os.mkfifo),
     **{f"{axis} {n}": size(axis, n) for axis in ("tp", "pp") for n in (10**9, 0, -3, "2", 2.0)},
     "a file outside": lambda folder: edit(
-        folder / "done", lambda marker: marker["files"].update({"../x": {"size": 1, "xxh3_128": ""}})
+        folder / "done",
+        lambda marker: marker["files"].update({"../x": {"size": 1, "xxh3_128": ""}}),
     ),
     "deep marker": lambda folder: (folder / "done").write_text("[" * 100_000),
     "deep metadata": lambda folder: (

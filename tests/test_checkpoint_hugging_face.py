@@ -138,7 +138,7 @@ def test_published_files_open(tmp_path, case, form):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     else:
         os.remove(folder / "model.safetensors")
-        names = {name: "pytorch_model.bin" for name in tensors}
+        names = dict.fromkeys(tensors, "pytorch_model.bin")
         if form == "bins":
             names = {name: f"part_{number % 3}.bin" for number, name in enumerate(tensors)}
             index = folder / "pytorch_model.bin.index.json"

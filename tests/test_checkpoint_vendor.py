@@ -244,7 +244,7 @@ def test_an_empty_folder(ranks, tmp_path):
         assert kind is FileNotFoundError and "none" in message
 
 
-# --- parameters that are hard to shard ----------------------------------------------------------------------
+# --- parameters that are hard to shard ------------------------------------------------------------
 
 
 class Odd(Standin):

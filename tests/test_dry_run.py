@@ -27,7 +27,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 def test_equals_a_real_step(ranks, name):
     run = SMALL[name]
     real, folder = real_steps(ranks, name)
-    for rank, (log, nbytes, saved) in enumerate(real):
+    for rank, (log, nbytes, _) in enumerate(real):
         found = dry_run(run, rank, "cpu")
         assert found.collectives == log
         assert {**found.nbytes, "saved activations": 0} == {**nbytes, "saved activations": 0}

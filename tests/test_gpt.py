@@ -1,4 +1,6 @@
-"""GPT's checkpoints, whose padding follows the degree; and its two ways to say what is predicted."""
+"""GPT's checkpoints, whose padding follows the degree; and its two ways to say what is
+predicted.
+"""
 
 import pytest
 import torch

@@ -209,7 +209,9 @@ def test_a_token_that_the_model_does_not_have(make):
 
 
 def megatron_batches(total, consumed, micro, rank, size):
-    """Megatron-LM's rule: blocks of micro × size samples in a row, each rank its part of a block."""
+    """Megatron-LM's rule: blocks of micro × size samples in a row, each rank its part of a
+    block.
+    """
     while consumed + micro * size <= total:
         block = list(range(consumed, consumed + micro * size))
         yield block[rank * micro : (rank + 1) * micro]

@@ -95,9 +95,9 @@ def _report(error=None, waited_in=None, line="f()"):
 def test_the_guilty_rank_comes_first_and_those_that_waited_share_a_line():
     waited = _report("RuntimeError: Connection closed by peer", "all_reduce", "dist.all_reduce(x)")
     text = describe_failure({0: waited, 1: _report("KeyError: 'k'"), 2: waited})
-    assert (
-        text
-        == "rank 1: KeyError: 'k'\n  cell, line 1: f()\nranks 0, 2 waited in all_reduce (at: dist.all_reduce(x))"
+    assert text == (
+        "rank 1: KeyError: 'k'\n  cell, line 1: f()\nranks 0, 2 waited in all_reduce (at: "
+        "dist.all_reduce(x))"
     )
 
 
@@ -189,7 +189,10 @@ def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
     assert notebook.fail("%px raise SystemExit(3)", 10).startswith(
         "RankError: ranks 0, 1, 2, 3: SystemExit: 3"
     )
-    cell = "%%px\ndef f(n): return f(n - 1) if n else 1 / 0\ntry: f(30)\nexcept ZeroDivisionError as e: raise KeyError(1) from e"
+    cell = (
+        "%%px\ndef f(n): return f(n - 1) if n else 1 / 0\ntry: f(30)\nexcept ZeroDivisionError "
+        "as e: raise KeyError(1) from e"
+    )
     assert notebook.fail(cell, 10).endswith("\n  caused by ZeroDivisionError: division by zero")
     deep = notebook.fail("%px f(30)", 10).splitlines()
     assert len(deep) == 14 and deep[7] == "  … 20 more frames"
@@ -246,7 +249,8 @@ def test_a_rank_that_was_asked_where_it_is_keeps_nothing_of_it(notebook):
     """
     notebook.run(
         "%%px\nimport time, weakref\nfrom tutorial_lib.lab.mesh.watch import PATIENCE\n"
-        "def work():\n    tensor = torch.ones(3)\n    time.sleep((PATIENCE + 1) * (rank > 0))\n    return weakref.ref(tensor)\n"
+        "def work():\n    tensor = torch.ones(3)\n    time.sleep((PATIENCE + 1) * (rank > 0))\n  "
+        "  return weakref.ref(tensor)\n"
         "reference = work()"
     )
     assert notebook.run("print(mesh.gather('reference() is None'))") == "[True, True, True, True]\n"
@@ -275,7 +279,8 @@ def test_an_interrupt_ends_the_cell_on_all_ranks(notebook, busy):
 
 def test_a_killed_rank_is_named_with_its_signal_and_a_restart_helps(notebook):
     notebook.run(
-        "import os, signal, threading; threading.Timer(1, os.kill, [mesh.pids[2], signal.SIGKILL]).start()"
+        "import os, signal, threading; threading.Timer(1, os.kill, [mesh.pids[2], "
+        "signal.SIGKILL]).start()"
     )
     error = notebook.fail("%%px\nwhile True: dist.all_reduce(torch.ones(3))", 15)
     assert error.startswith("RankError: rank 2: the process was killed by SIGKILL")
@@ -544,11 +549,13 @@ def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kern
         pytest.skip(str(error))
     with Notebook() as notebook:
         notebook.run(
-            "from tutorial_lib.lab.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', timeout=8)\nmesh.start()"
+            "from tutorial_lib.lab.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', "
+            "timeout=8)\nmesh.start()"
         )
         for _ in range(2):
             said = notebook.fail(
-                "%%px\nfrom tutorial_lib.backends import mark_step\nfrom tutorial_lib.parallel_layers import comm\n"
+                "%%px\nfrom tutorial_lib.backends import mark_step\nfrom "
+                "tutorial_lib.parallel_layers import comm\n"
                 "total = comm.all_reduce('sum', torch.ones(3, device=device))\n"
                 "if rank == 1:\n    raise KeyError('k')\nmark_step()",
                 within=30,

@@ -230,7 +230,9 @@ def recomputed(name, how, options):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @pytest.mark.parametrize("name", TINY)
 def test_recomputing_changes_no_bit(ranks, name):
-    """With dropout; by each of `checkpointed`, by the trainer's "full", by Hugging Face's switch."""
+    """With dropout; by each of `checkpointed`, by the trainer's "full", by Hugging Face's
+    switch.
+    """
     for options in (VOCAB,) if name == "bert" else ({}, SP):
         where = dict(world_size=2, tp=2)
         expected = ranks(recomputed, name, "none", options, **where)
@@ -333,7 +335,8 @@ def forgetful(name, remember: bool):
     return find_drift(model)
 
 
-# GPT-NeoX: two norms and two row biases a layer, of two layers, and the last norm. GPT: positions too.
+# GPT-NeoX: two norms and two row biases a layer, of two layers, and the last norm. GPT: positions
+# too.
 @pytest.mark.parametrize("name, shares", [("gpt_neox", 14), ("gpt2", 15), ("llama", 5)])
 def test_what_sees_a_chunk_drifts_if_its_gradients_are_not_summed(ranks, name, shares):
     assert len(ranks(forgetful, name, False, world_size=2, tp=2)[0]) == shares
@@ -401,7 +404,10 @@ REFUSED = {
     "bert heads": (refused("bert", num_attention_heads=2), ["2 is not divisible by 4"]),
     "bert decoder": (refused("bert", is_decoder=True), ["is_decoder=True"]),
     "bert kernel": (refused("bert", attn_implementation="flex_attention"), ["'flex_attention'"]),
-    "gpt heads": (refused("gpt2", num_attention_heads=3, hidden_size=33), ["3 is not divisible by 4"]),
+    "gpt heads": (
+        refused("gpt2", num_attention_heads=3, hidden_size=33),
+        ["3 is not divisible by 4"],
+    ),
     "gpt sizes": (refused("gpt2", n_inner=66), ["66 is not divisible by 4"]),
     "gpt uneven": (refused("gpt2", hidden_size=36), ["36 is not divisible by 8"]),
     "gpt cross": (refused("gpt2", add_cross_attention=True), ["add_cross_attention=True"]),

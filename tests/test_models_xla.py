@@ -1,4 +1,6 @@
-"""Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model needs."""
+"""Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model
+needs.
+"""
 
 from collections import Counter
 from functools import partial
@@ -59,7 +61,8 @@ def build(name, backend, dtype=torch.float32, **sizes):
     torch.manual_seed(3)
     model = MODELS[name](**sizes).to(dtype)
     if dtype == torch.float64 and name in ("gpt_neox", "llama"):
-        # Hugging Face's angles are float32 in any case, and XLA's cosine rounds the last digit otherwise than PyTorch's.
+        # Hugging Face's angles are float32 in any case, and XLA's cosine rounds the last digit
+        # otherwise than PyTorch's.
         rotary = (model.model if name == "llama" else model.gpt_neox).rotary_emb
         angles = rotary(torch.zeros(1, dtype=dtype), torch.arange(LENGTH)[None])
         rotary.forward = lambda x, position_ids: tuple(angle.to(x.device) for angle in angles)
@@ -69,13 +72,14 @@ def build(name, backend, dtype=torch.float32, **sizes):
 def trained(name, backend, dtype):
     sizes = {}
     if dtype == torch.float64 and name != "llama":
-        # torch-xla's GELU has a constant of nine digits, so in float64 it is another function; and it rounds the ε of a
-        # LayerNorm to float32, which this one survives.
+        # torch-xla's GELU has a constant of nine digits, so in float64 it is another function; and
+        # it rounds the ε of a LayerNorm to float32, which this one survives.
         sizes = {"hidden_act": "relu", "layer_norm_eps": 2.0**-17}
         if name == "gpt":
             sizes = {"activation_function": "relu", "layer_norm_epsilon": 2.0**-17}
     return train_together(
-        build(name, backend, dtype, **sizes), BATCHES[name], zero=name != "bert", accumulation=2, steps=5, lr=1e-3,
+        build(name, backend, dtype, **sizes), BATCHES[name], zero=name != "bert",
+        accumulation=2, steps=5, lr=1e-3,
         max_norm=0.5, sequence_parallel=name != "bert",
     )  # fmt: skip
 
@@ -119,7 +123,8 @@ def test_the_exact_collectives_of_a_step_of_bert(ranks):
     hidden = Collective("all_reduce", "add", TP, (B, S, H), "f32")
     number = hidden._replace(shape=())
     micro_batch = [
-        # Forward: the embedding, and two of each layer. Backward: query, key, value and feed-forward of each, the head.
+        # Forward: the embedding, and two of each layer. Backward: query, key, value and
+        # feed-forward of each, the head.
         hidden._replace(count=1 + 2 * L + 4 * L + 1),
         # The loss: two numbers of each token.
         Collective("all_gather", None, TP, (1, 2, B, S), "f32"),
@@ -180,8 +185,9 @@ def graphs_of_a_run(run):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, name):
-    """Kind, group, shape, dtype and count, all of them. What is read is the graph as it is traced and as Trainium's
-    compiler would get it, so no pass of XLA has merged or split anything; of reductions only sums occur.
+    """Kind, group, shape, dtype and count, all of them. What is read is the graph as it is traced
+    and as Trainium's compiler would get it, so no pass of XLA has merged or split anything; of
+    reductions only sums occur.
     """
     run = RUNS[name]
     planned = collectives(run)

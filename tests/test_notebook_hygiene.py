@@ -1,4 +1,6 @@
-"""What every committed notebook has to look like, and that the rules themselves notice what they are for."""
+"""What every committed notebook has to look like, and that the rules themselves notice what they
+are for.
+"""
 
 import ast
 import re
@@ -136,7 +138,7 @@ def test_outputs_are_fresh(path):
     )
 
 
-# --- the rules ---------------------------------------------------------------------------------------------------
+# --- the rules ------------------------------------------------------------------------------------
 
 
 def executed(*outputs, source="print(1)", count=1, tags=()):
@@ -237,7 +239,8 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     files = {
         "tutorial_lib/__init__.py": "",
         "tutorial_lib/a.py": "from . import b\nfrom .sub.c import thing\nfrom .pack import value",
-        "tutorial_lib/b.py": "try:\n    import data_scripts.prepare\nfinally:\n    pass\ndef late():\n    from . import unrelated",
+        "tutorial_lib/b.py": "try:\n    import data_scripts.prepare\nfinally:\n    pass\n"
+        "def late():\n    from . import unrelated",
         "tutorial_lib/sub/__init__.py": "from tutorial_lib import unrelated",
         "tutorial_lib/pack/__init__.py": "from .inner import value",
         "tutorial_lib/pack/inner.py": "value = 1",
@@ -257,7 +260,8 @@ def test_fingerprint_covers_what_the_cells_import_directly_or_not(monkeypatch, t
     )
     nb.metadata[clean.KEY] = {"executed_from": clean.fingerprint(nb)}
     assert list(nb.metadata[clean.KEY]["executed_from"]) == [
-        "code cells", "data_scripts/prepare.py", "tutorial_lib/a.py", "tutorial_lib/b.py", "tutorial_lib/d.py",
+        "code cells", "data_scripts/prepare.py",
+        "tutorial_lib/a.py", "tutorial_lib/b.py", "tutorial_lib/d.py",
         "tutorial_lib/pack/__init__.py", "tutorial_lib/pack/inner.py", "tutorial_lib/sub/c.py",
     ]  # fmt: skip
     assert clean.changes(nb) == []

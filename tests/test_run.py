@@ -11,7 +11,9 @@ from notebooks import run
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of notebooks without ranks: 00 is well, 01 fails, and both write what they were given."""
+    """A folder of notebooks without ranks: 00 is well, 01 fails, and both write what they were
+    given.
+    """
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     monkeypatch.setattr(run, "EXECUTED", tmp_path / "executed")
     parameters = f'steps: int = 2  # how many\noutput_dir: str = "{tmp_path / "out"}"  # where'

@@ -198,7 +198,7 @@ class Base:
     def other(self, x):
         """Doc."""
         y = x + 1  # comment
-        return y
+        return y  # noqa: RET504
 
 
 # fmt: off

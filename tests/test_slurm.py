@@ -1,4 +1,6 @@
-"""Several nodes: a mesh in a SLURM job, and every way in which it can end. Two nodes on one machine."""
+"""Several nodes: a mesh in a SLURM job, and every way in which it can end. Two nodes on one
+machine.
+"""
 
 import os
 import re
@@ -143,7 +145,8 @@ def one_notebook(one_cluster):
 def notebook(cluster, one_notebook):
     """A notebook with its mesh up on the nodes."""
     one_notebook.run(
-        f"if globals().get('mesh') is None or mesh._remedy:\n    {ON_NODES.replace(chr(10), chr(10) + '    ')}"
+        f"if globals().get('mesh') is None or mesh._remedy:\n    "
+        f"{ON_NODES.replace(chr(10), chr(10) + '    ')}"
     )
     return one_notebook
 
@@ -225,7 +228,10 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     one_notebook.run("if globals().get('mesh'): mesh.close()")
     _assert_gone(cluster)
     one_notebook.interrupt_after(4)
-    too_much = 'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, slurm_options="--begin=now+1hour")'
+    too_much = (
+        'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, '
+        'slurm_options="--begin=now+1hour")'
+    )
     one_notebook.run(too_much)
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
     assert "is pending: BeginTime" in "".join(
@@ -249,7 +255,9 @@ def test_a_kernel_that_is_killed_leaves_no_job(cluster, one_notebook):
 
 
 def _submit(cluster, folder: Path, log: str, command: list[str], **options) -> None:
-    """Submits the batch file of a run on both nodes, with the tools of this environment on its path."""
+    """Submits the batch file of a run on both nodes, with the tools of this environment on its
+    path.
+    """
     script = batch_script(command, 2, 2, options=[f"--output={folder / log}"], **options)
     (folder / "run.sbatch").write_text(script)
     path = f"{folder}:{Path(sys.executable).parent}:{slurm.PATH}"

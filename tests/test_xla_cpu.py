@@ -1,4 +1,6 @@
-"""XLA between CPU processes. The rank functions run in the pool of `conftest`, whose xla pools have called `start()`."""
+"""XLA between CPU processes. The rank functions run in the pool of `conftest`, whose xla pools have
+called `start()`.
+"""
 
 import os
 import signal
@@ -30,7 +32,7 @@ def _sum(xm, tensor, groups):
     return xm.all_reduce("sum", tensor, groups=groups, pin_layout=False)
 
 
-# --- values, views, dtypes --------------------------------------------------------------------------------------------
+# --- values, views, dtypes ------------------------------------------------------------------------
 
 
 def collectives_on_ranks():
@@ -159,7 +161,7 @@ def views_of_earlier_values():
     alone = nn.Parameter(torch.zeros(2, 2).to("xla"))  # a view of a tensor that nobody holds
     flat, row = alone.data.view(-1), alone.detach()[0]
     seen = []
-    for step in range(2):
+    for _ in range(2):
         torch_xla.sync()
         buffer.add_(1)
         with torch.no_grad():
@@ -184,7 +186,7 @@ def test_views_of_what_an_earlier_step_computed_stay_views(ranks):
     assert ranks(views_of_earlier_values, world_size=2, **XLA) == [expected] * 2
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def reading_on_ranks():
@@ -193,11 +195,16 @@ def reading_on_ranks():
     total = _sum(xm, x, [[0, 1]]).sum()
     many, spare = x + total, x * 2
     ways = [
-        lambda: complex(total), total.is_nonzero, lambda: many.numpy(force=True), many.nonzero, many.unique,
-        lambda: torch.nonzero(many), lambda: torch.equal(many, x), lambda: x.allclose(many), lambda: x[many > 2],
-        lambda: x.masked_select(many > 2), lambda: spare.__setitem__(many > 2, 0.0), lambda: torch.zeros(4).__setitem__(0, total),
-        total.item, lambda: repr(total), total.cpu, lambda: total.to("cpu"), lambda: float(total), lambda: bool(total > 0),
-        total.tolist, lambda: torch.zeros(()).copy_(total), lambda: f"{total:.2f}", lambda: xm.unlazy([total]),
+        lambda: complex(total), total.is_nonzero, lambda: many.numpy(force=True), many.nonzero,
+        many.unique,
+        lambda: torch.nonzero(many), lambda: torch.equal(many, x), lambda: x.allclose(many),
+        lambda: x[many > 2],
+        lambda: x.masked_select(many > 2), lambda: spare.__setitem__(many > 2, 0.0),
+        lambda: torch.zeros(4).__setitem__(0, total),
+        total.item, lambda: repr(total), total.cpu, lambda: total.to("cpu"),
+        lambda: float(total), lambda: bool(total > 0),
+        total.tolist, lambda: torch.zeros(()).copy_(total), lambda: f"{total:.2f}",
+        lambda: xm.unlazy([total]),
     ]  # fmt: skip
     for way in ways:
         with pytest.raises(RuntimeError, match="mark_step"):
@@ -270,9 +277,11 @@ def collectives_of_torch_distributed():
     for x in (torch.ones(2).to("xla"), torch.ones(2).to("xla") + 1, pending):
         two = torch.zeros(4).to("xla")
         for call in (
-            lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, async_op=True), lambda: dist.broadcast(x, 0),
+            lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, async_op=True),
+            lambda: dist.broadcast(x, 0),
             lambda: dist.all_gather([x, two[:2]], x), lambda: dist.all_gather_into_tensor(two, x),
-            lambda: dist.reduce_scatter_tensor(x, two), lambda: dist.all_to_all_single(x, x), lambda: dist.reduce(x, 0),
+            lambda: dist.reduce_scatter_tensor(x, two), lambda: dist.all_to_all_single(x, x),
+            lambda: dist.reduce(x, 0),
             lambda: dist.send(x, 1 - dist.get_rank()), lambda: dist.recv(x, 1 - dist.get_rank()),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="cannot reduce XLA tensors"):
@@ -290,7 +299,7 @@ def test_torch_distributed_refuses_xla_tensors_and_carries_those_of_the_host(ran
     )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Copy(torch.autograd.Function):
@@ -347,15 +356,17 @@ def batches() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(device, tp, dp, reduce_tp, reduce_dp, mark_step):
-    """Returns losses, the last clipped gradients and weights of rank (tp[0], dp[0]) of (tp[1], dp[1])."""
+    """Returns losses, the last clipped gradients and weights of rank (tp[0], dp[0]) of (tp[1],
+    dp[1]).
+    """
     w = {n: nn.Parameter(shard(n, t, *tp).to(device)) for n, t in full_weights().items()}
     rate = torch.tensor(RATE).to(device)
     optimizer = torch.optim.AdamW(w.values(), lr=rate, capturable=device != "cpu", foreach=False)
     losses = []
     x, y = batches()
     for step in range(STEPS):
-        # What changes from step to step is data, sent to the device. A Python number would be a part of the graph, and
-        # torch's schedulers would read the old rate back.
+        # What changes from step to step is data, sent to the device. A Python number would be a
+        # part of the graph, and torch's schedulers would read the old rate back.
         optimizer.param_groups[0]["lr"] = torch.tensor(RATE / (1 + step)).to(device)
         total = torch.zeros((), device=device)
         for micro in range(MICRO):
@@ -402,8 +413,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_training_equals_one_process_in_two_compilations_with_the_expected_collectives(ranks):
     losses, grads, weights = train("cpu", (0, 1), (0, 1), lambda t: t, lambda t: t, lambda: None)
     assert losses[-1] < losses[0]
-    for rank, (l, g, w, counts, found) in enumerate(ranks(train_on_ranks, world_size=4, **XLA)):
-        assert close(torch.tensor(l), torch.tensor(losses))
+    trained = ranks(train_on_ranks, world_size=4, **XLA)
+    for rank, (found_losses, g, w, counts, found) in enumerate(trained):
+        assert close(torch.tensor(found_losses), torch.tensor(losses))
         for name in weights:
             assert close(g[name], shard(name, grads[name], rank % 2, 2)), name
             assert close(w[name], shard(name, weights[name], rank % 2, 2)), name
@@ -412,7 +424,8 @@ def test_training_equals_one_process_in_two_compilations_with_the_expected_colle
         hidden = Collective("all_reduce", "add", tp, (2, S, H), "f32")
         assert sorted(found) == sorted(
             [
-                # Per micro-batch two reduces in forward and one copy in backward: the inputs need no gradient.
+                # Per micro-batch two reduces in forward and one copy in backward: the inputs need
+                # no gradient.
                 hidden._replace(count=3 * MICRO),
                 *(Collective("all_reduce", "add", dp, tuple(t.shape), "f32") for t in w.values()),
                 Collective("all_reduce", "add", tp, (), "f32"),  # the norm
@@ -422,7 +435,9 @@ def test_training_equals_one_process_in_two_compilations_with_the_expected_colle
 
 
 def train_with_cache(folder: str):
-    """Trains after a stop and a start in the same process, with compiled graphs kept in `folder`."""
+    """Trains after a stop and a start in the same process, with compiled graphs kept in
+    `folder`.
+    """
     _, _, xla_cpu = _xla()
     xla_cpu.stop()
     os.environ["TUTORIAL_XLA_CACHE"] = folder
@@ -583,7 +598,7 @@ def test_ranks_may_run_different_graphs(ranks):
     assert ranks(rank_dependent_graphs, world_size=2, **XLA) == [expected] * 2
 
 
-# --- failure ----------------------------------------------------------------------------------------------------------
+# --- failure --------------------------------------------------------------------------------------
 
 
 def one_rank_misses_the_step():
@@ -651,7 +666,7 @@ def test_a_rank_interrupted_in_a_step_runs_none_before_it_is_started_anew(ranks)
     assert ranks(interrupted_in_a_step, world_size=2, **XLA) == [[3.0] * 3] * 2
 
 
-# --- without ranks ----------------------------------------------------------------------------------------------------
+# --- without ranks --------------------------------------------------------------------------------
 
 
 def test_xla_without_torch_xla_is_a_clear_error(monkeypatch):
@@ -670,7 +685,8 @@ def test_xla_without_torch_xla_is_a_clear_error(monkeypatch):
 @pytest.mark.parametrize("trainium", [True, False])
 def test_environment_of_each_backend(monkeypatch, trainium):
     monkeypatch.setattr(backends, "on_trainium", lambda: trainium)
-    common = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    common = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+              "GROUP_RANK": "1",
               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}  # fmt: skip
     for backend in backends.BACKENDS:
         got = backends.rank_environment(
@@ -698,7 +714,9 @@ def test_environment_of_each_backend(monkeypatch, trainium):
 
 
 def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
-    """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and the world's size."""
+    """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and
+    the world's size.
+    """
     neuron = pytest.importorskip("torch_xla._internal.neuron")
     monkeypatch.setattr(backends, "on_trainium", lambda: True)
     for name in [n for n in os.environ if n.startswith("NEURON")]:
@@ -708,7 +726,8 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
             "xla", 5, 8, master_addr="10.0.0.1", master_port=1234, local_rank=1, local_world_size=4
         )
         for name in ("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_WORLD_SIZE", "PJRT_LOCAL_PROCESS_COUNT",
-                     "NEURON_RT_VISIBLE_CORES", "NEURON_PJRT_PROCESS_INDEX", "PJRT_LOCAL_PROCESS_RANK"):  # fmt: skip
+                     "NEURON_RT_VISIBLE_CORES", "NEURON_PJRT_PROCESS_INDEX",
+                     "PJRT_LOCAL_PROCESS_RANK"):  # fmt: skip
             patch.delenv(name, raising=False)
             patch.setenv(name, "")  # so that it is taken back afterwards
             del os.environ[name]
@@ -761,7 +780,7 @@ ENTRY IrToHlo.42 {
   collective-permute.1 = bf16[6,4]{1,0} collective-permute(all-gather.23), source_target_pairs={{0,1},{1,0}}
   ROOT tuple.41 = (bf16[6,4]{1,0}) tuple(all-gather.22)
 }
-"""
+"""  # noqa: E501
     tp, dp = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     found = find_collectives([text])
     assert found == [
@@ -772,11 +791,13 @@ ENTRY IrToHlo.42 {
     assert [c.nbytes for c in found] == [24, 24, 48]
 
 
-# --- the library on both backends -------------------------------------------------------------------------------------
+# --- the library on both backends -----------------------------------------------------------------
 
 
 def train_library(backend):
-    """Layers, gradients and optimizer of the library, with a Python number as the rate: the optimizer makes it data."""
+    """Layers, gradients and optimizer of the library, with a Python number as the rate: the
+    optimizer makes it data.
+    """
     from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
     from tutorial_lib.parallel_layers import consistency, grads, layers, parallel_state
     from tutorial_lib.parallel_layers.marks import move_model_to_device
@@ -854,8 +875,8 @@ def many_short_runs(seconds):
 
 @pytest.mark.grid
 def test_many_short_runs_do_not_touch_what_autograd_is_about_to_free(ranks):
-    """The boundary once took tensors from the collector in the moment in which autograd's thread let them go: a rank
-    died within a minute.
+    """The boundary once took tensors from the collector in the moment in which autograd's thread
+    let them go: a rank died within a minute.
     """
     for rounds, loss in ranks(many_short_runs, 90, world_size=4, tp=2, **XLA):
         assert rounds > 100 and loss > 0

@@ -1,4 +1,5 @@
-"""A course that people run: models larger than one device, trained on many, from a laptop to Trainium.
+"""A course that people run: models larger than one device, trained on many, from a laptop to
+Trainium.
 
 The names at the top are those of `neuronx_distributed`, and are imported when they are asked for.
 """
@@ -7,9 +8,11 @@ import importlib
 import os
 import warnings
 
-# transformers imports torch-xla (seconds, and a device of its own) for its Trainer, which nothing here uses.
+# transformers imports torch-xla (seconds, and a device of its own) for its Trainer, which nothing
+# here uses.
 os.environ.setdefault("USE_TORCH_XLA", "0")
-# tqdm, in a notebook without widgets. There are none here on purpose: they leave nothing in a saved notebook.
+# tqdm, in a notebook without widgets. There are none here on purpose: they leave nothing in a saved
+# notebook.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _EXPORTS = {

@@ -50,8 +50,10 @@ def check_backend(backend: str) -> None:
         missing = [m for m in ("torch_xla", "jax") if importlib.util.find_spec(m) is None]
         if missing:
             raise ValueError(
-                f"backend 'xla' needs {' and '.join(missing)}, missing here ({sys.platform}, Python "
-                f"{sys.version_info.major}.{sys.version_info.minor}); XLA between CPU processes runs on Linux "
+                f"backend 'xla' needs {' and '.join(missing)}, missing here ({sys.platform}, "
+                f"Python "
+                f"{sys.version_info.major}.{sys.version_info.minor}); XLA between CPU processes "
+                f"runs on Linux "
                 "with Python 3.11 to 3.13: pip install 'tutorial-lib[xla]'"
             )
 
@@ -92,7 +94,8 @@ def rank_environment(
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size:
         raise ValueError(
-            f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: a rank must be at least 0 "
+            f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: a rank "
+            f"must be at least 0 "
             "and below its world size"
         )
     environment = {

@@ -8,7 +8,9 @@ import psutil
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the network on which it reaches `host`, a name or an address."""
+    """The address of this machine on the network on which it reaches `host`, a name or an
+    address.
+    """
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # chooses a route; nothing is sent
@@ -49,5 +51,6 @@ def loopback() -> str:
         except OSError:
             continue
     raise RuntimeError(
-        "neither 127.0.0.1 nor ::1 can be reached: the loopback interface is down (ip link set lo up)"
+        "neither 127.0.0.1 nor ::1 can be reached: the loopback interface is down (ip link set "
+        "lo up)"
     )

@@ -29,7 +29,8 @@ def watch():
     global peak
     while not over.wait(0.01):
         with open("/proc/self/status") as file:  # maps of files are not counted: they can go
-            peak = max([peak] + [int(line.split()[1]) for line in file if line.startswith("RssAnon")])
+            found = [int(line.split()[1]) for line in file if line.startswith("RssAnon")]
+            peak = max([peak, *found])
 if action.startswith("copy"):
     import os, shutil
     def work(source, target):

@@ -1,11 +1,13 @@
-"""A layer of Llama 2, forward and backward, by what it recomputes: ours beside Hugging Face's layers.
+"""A layer of Llama 2, forward and backward, by what it recomputes: ours beside Hugging Face's
+layers.
 
     python -m tests.benchmarks.llama_checkpointing [--backend cuda]
 
-On a GPU: bfloat16, 4 layers of the 7B model, sequence 4096, batch 1. On the CPU the same code runs in float32 at a
-small size, which shows that it works and says nothing about the GPU. Attention is written out (`eager`) in both, as a
-fused kernel keeps no probabilities that selective checkpointing could drop. All take turns within one run; medians
-count. Saved bytes come from saved-tensor hooks, peak memory from the allocator. Prints JSON.
+On a GPU: bfloat16, 4 layers of the 7B model, sequence 4096, batch 1. On the CPU the same code runs
+in float32 at a small size, which shows that it works and says nothing about the GPU. Attention is
+written out (`eager`) in both, as a fused kernel keeps no probabilities that selective checkpointing
+could drop. All take turns within one run; medians count. Saved bytes come from saved-tensor hooks,
+peak memory from the allocator. Prints JSON.
 """
 
 import argparse
@@ -110,7 +112,7 @@ def measure(backend: str, sizes: dict, length: int, dtype: torch.dtype, steps: i
         ways = {"plain": PlainLayers(config, mode, device), "ours": OurLayers(config, mode, device)}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         peaks = {}
-        for name, model in ways.items():
+        for model in ways.values():
             model.to(dtype).train()
         for step in range(steps + 2):
             for name, model in ways.items():

@@ -260,17 +260,20 @@ def main() -> None:
                 )
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print(
-        f"{cores} cores; hidden {HIDDEN}, {LAYERS} layers, vocabulary {VOCABULARY}, {BATCH} × {SEQUENCE} tokens, AdamW"
+        f"{cores} cores; hidden {HIDDEN}, {LAYERS} layers, vocabulary {VOCABULARY}, {BATCH} × "
+        f"{SEQUENCE} tokens, AdamW"
     )
     for name, (pool, _, threads) in contestants.items():
         ratios = [t / s for t, s in zip(seconds[name], seconds["one process"])]
         print(
-            f"{name:12} {pool.world_size} × {threads} threads  {1e3 * medians[name]:7.1f} ms a step  "
+            f"{name:12} {pool.world_size} × {threads} threads  {1e3 * medians[name]:7.1f} ms a "
+            f"step  "
             f"{statistics.median(ratios):.3f} × one process"
         )
         pool.stop()
     print(
-        f"losses equal within {TOLERANCE}; last {losses['ours TP'][-1]:.5f}, ln V = {math.log(VOCABULARY):.5f}"
+        f"losses equal within {TOLERANCE}; last {losses['ours TP'][-1]:.5f}, ln V = "
+        f"{math.log(VOCABULARY):.5f}"
     )
     print(json.dumps({name: [round(t, 5) for t in times] for name, times in seconds.items()}))
 

@@ -1,9 +1,10 @@
-"""A training step of BERT (`tiny`) at TP 2 × DP 2 with two micro-batches: on gloo (`cpu`), and traced by XLA.
+"""A training step of BERT (`tiny`) at TP 2 × DP 2 with two micro-batches: on gloo (`cpu`), and
+traced by XLA.
 
     python -m tests.benchmarks.xla_step
 
-The two take turns within one run, so that whatever else the machine does hits both; medians count. What XLA takes
-before its third step, compilation above all, is reported by itself.
+The two take turns within one run, so that whatever else the machine does hits both; medians count.
+What XLA takes before its third step, compilation above all, is reported by itself.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from tutorial_lib import backends
 
 WORLD, TP, BATCH, SEQUENCE, ACCUMULATION = 4, 2, 4, 128, 2
 TOLERANCE = 1e-5  # relative, between the losses in float32
-_steps = None  # in a rank's process: a function of a number of steps that trains them and returns the losses
+# In a rank's process: a function of a number of steps that trains them and returns the losses.
+_steps = None
 
 
 def prepare(backend: str) -> None:
@@ -60,7 +62,9 @@ def prepare(backend: str) -> None:
 
 
 def train(count: int) -> tuple[float, list[float], int]:
-    """Seconds for `count` steps, their losses, and the graphs that this rank has compiled so far."""
+    """Seconds for `count` steps, their losses, and the graphs that this rank has compiled so
+    far.
+    """
     begun = time.perf_counter()
     losses = _steps(count)
     return time.perf_counter() - begun, losses, backends.compilations()
@@ -89,7 +93,8 @@ def main() -> None:
                 elif backend == "xla":
                     compiled = sum(result[2] for result in results)
                     print(
-                        f"xla: {took:.1f} s for the first two steps, {compiled} compilations on all ranks together"
+                        f"xla: {took:.1f} s for the first two steps, {compiled} compilations on "
+                        f"all ranks together"
                     )
             gap = max(abs(a - b) / b for a, b in zip(losses["xla"], losses["cpu"], strict=True))
             if not gap <= TOLERANCE:
@@ -100,7 +105,8 @@ def main() -> None:
     for backend, times in seconds.items():
         print(f"{backend}: {1e3 * statistics.median(times):7.1f} ms a step")
     print(
-        f"xla / cpu {ratio:.2f}; {os.cpu_count()} cores, {WORLD} ranks; losses equal within {TOLERANCE} relative"
+        f"xla / cpu {ratio:.2f}; {os.cpu_count()} cores, {WORLD} ranks; losses equal within "
+        f"{TOLERANCE} relative"
     )
 
 

@@ -194,11 +194,10 @@ class _Content:
             objects.check(value, name)
         if dist.get_rank() > 0:
             return []
+        held = {name: objects.to_host(value, copy) for name, value in self._small.items()}
         return [
-            lambda aside, name=name, value=objects.to_host(value, copy): xser.save(
-                value, aside / f"{name}.pt"
-            )
-            for name, value in self._small.items()
+            lambda aside, name=name, value=value: xser.save(value, aside / f"{name}.pt")
+            for name, value in held.items()
         ]
 
     def _knows_layouts(self) -> bool:

@@ -55,7 +55,7 @@ class IndexedDatasetBuilder:
         self._lengths = array("i")
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._partial = f"{self.prefix}.{os.getpid()}.partial"
-        self._file = open(bin_path(self._partial), "wb")
+        self._file = open(bin_path(self._partial), "wb")  # noqa: SIM115 (open until the end)
 
     def add_document(self, tokens: ArrayLike) -> None:
         """One document; an end-of-document token is the caller's to append."""

@@ -1,8 +1,8 @@
 """Attention between heads that are given, apart from the projections around it.
 
-It is a module of its own, and has no parameters, so that selective activation checkpointing can pick it: its `[S, S]`
-matrices are most of what a layer keeps for backward, and among the cheapest to compute again (Korthikanti et al., 2022,
-section 5).
+It is a module of its own, and has no parameters, so that selective activation checkpointing can
+pick it: its `[S, S]` matrices are most of what a layer keeps for backward, and among the cheapest
+to compute again (Korthikanti et al., 2022, section 5).
 """
 
 import torch
@@ -18,12 +18,13 @@ def causal_mask(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which keys are hidden from a query: `[S, S]`, the same for every batch, so that a compiler sees a constant.
+    """Which keys are hidden from a query: `[S, S]`, the same for every batch, so that a compiler
+    sees a constant.
 
     Args:
         attention_mask: `[B, S]`, 0 for padding, which then is hidden too: `[B, 1, S, S]`.
-        position_ids: `[B, S]`. Without an `attention_mask` another document begins where they do not
-            count on, and documents do not see each other, as in Hugging Face without a cache.
+        position_ids: `[B, S]`. Without an `attention_mask` another document begins where they do
+            not count on, and documents do not see each other, as in Hugging Face without a cache.
 
     Raises:
         ValueError: one of them has another shape.
@@ -64,7 +65,8 @@ def core_attention(
 ) -> torch.Tensor:
     """`softmax(q kᵀ · scaling) v`, with every step written out.
 
-    Query heads that share a key and value head are rows of one multiplication, so that nothing is repeated.
+    Query heads that share a key and value head are rows of one multiplication, so that nothing is
+    repeated.
 
     Args:
         query: `[B, N, S, D]`.
@@ -73,7 +75,8 @@ def core_attention(
         dropout: share of the probabilities that is dropped, drawn from the current stream.
 
     Returns:
-        `[B, N, S, D]`. Backward keeps q, k, v and the probabilities, and with dropout also its mask and its result.
+        `[B, N, S, D]`. Backward keeps q, k, v and the probabilities, and with dropout also its mask
+        and its result.
     """
     batch, heads, length, size = query.shape
     groups = batch * key.size(1)
@@ -102,8 +105,10 @@ class CoreAttention(nn.Module):
     """`core_attention` over this rank's heads, or PyTorch's fused kernel for the same.
 
     Args:
-        dropout: of the probabilities, in training. Each rank draws for its own heads, from the model-parallel stream.
-        use_flash_attention: `scaled_dot_product_attention`, which keeps no `[S, S]` matrix to begin with.
+        dropout: of the probabilities, in training. Each rank draws for its own heads, from the
+            model-parallel stream.
+        use_flash_attention: `scaled_dot_product_attention`, which keeps no `[S, S]` matrix to begin
+            with.
 
     Raises:
         ValueError: a `dropout` outside of [0, 1].
@@ -116,7 +121,9 @@ class CoreAttention(nn.Module):
         self.scaling, self.dropout, self.use_flash_attention = scaling, dropout, use_flash_attention
 
     def forward(self, query, key, value, hidden: torch.Tensor | None) -> torch.Tensor:
-        """`[B, N, S, D]` from q, k, v and the hidden keys; None hides what comes later and needs the fused kernel."""
+        """`[B, N, S, D]` from q, k, v and the hidden keys; None hides what comes later and needs
+        the fused kernel.
+        """
         if self.training and self.dropout > 0:
             with get_xla_rng_tracker().fork():
                 return self._attend(query, key, value, hidden, self.dropout)

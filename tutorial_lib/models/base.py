@@ -1,4 +1,6 @@
-"""What the sharded models change of Hugging Face's base class, so that what they inherit is right."""
+"""What the sharded models change of Hugging Face's base class, so that what they inherit is
+right.
+"""
 
 import inspect
 from collections.abc import Callable

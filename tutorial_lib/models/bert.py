@@ -1,4 +1,5 @@
-"""BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices sharded.
+"""BERT with tensor parallelism: Hugging Face's `BertForPreTraining` with its large matrices
+sharded.
 
 The attention is sharded as in the developer guide: query, key and value by heads (column parallel),
 the output projection by its input (row parallel). By choice the feed-forward layers are sharded
@@ -60,7 +61,8 @@ class ParallelSelfAttention(hf.BertSelfAttention):
         self.all_head_size = divide(self.all_head_size, tp_size)
 
     def forward(self, *args, **kwargs):
-        # Each rank drops probabilities of its own heads: from the stream that differs between ranks.
+        # Each rank drops probabilities of its own heads: from the stream that differs between
+        # ranks.
         if self.training and self.dropout.p > 0:
             with get_xla_rng_tracker().fork():
                 return super().forward(*args, **kwargs)
@@ -147,7 +149,9 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         finish(self)
 
     def count_targets(self, batch: dict) -> torch.Tensor:
-        """`[2]`: predicted tokens and sequences of a batch, which the two parts of the loss are averaged over."""
+        """`[2]`: predicted tokens and sequences of a batch, which the two parts of the loss are
+        averaged over.
+        """
         tokens = (batch["labels"] != -100).sum()
         return torch.stack([tokens, (batch["next_sentence_label"] != -100).sum()])
 
@@ -166,9 +170,10 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
             input_ids, labels: `[B, S]`; a label of -100 is not predicted.
             attention_mask: `[B, S]`, 0 for padding.
             next_sentence_label: `[B]`; one of -100 is not predicted.
-            num_items_in_batch: `[2]`, what `count_targets` gives for the whole global batch. Each part of the loss is
-                then its sum over this batch divided by that count, so that the losses of all micro-batches and
-                data-parallel ranks add up to the loss of the global batch. By default this batch is the whole.
+            num_items_in_batch: `[2]`, what `count_targets` gives for the whole global batch. Each
+                part of the loss is then its sum over this batch divided by that count, so that the
+                losses of all micro-batches and data-parallel ranks add up to the loss of the global
+                batch. By default this batch is the whole.
         """
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = self._padding_mask(attention_mask)
@@ -190,7 +195,8 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
         return output
 
     def _padding_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Which tokens each one sees, for the kernel: `[B, 1, S, S]`, bool or to be added to scores.
+        """Which tokens each one sees, for the kernel: `[B, 1, S, S]`, bool or to be added to
+        scores.
 
         Unlike Hugging Face's own mask it depends on no value, so a step traces once.
         """

@@ -1,4 +1,6 @@
-"""What the models that predict the next token share: positions and masks, the sharded head, the loss."""
+"""What the models that predict the next token share: positions and masks, the sharded head, the
+loss.
+"""
 
 import torch
 from torch import nn
@@ -34,7 +36,8 @@ class ShardedBody:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The hidden keys (see `causal_mask`; None for a fused kernel without them) and the positions.
+        """The hidden keys (see `causal_mask`; None for a fused kernel without them) and the
+        positions.
 
         Raises:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide.

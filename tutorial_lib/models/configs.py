@@ -1,4 +1,6 @@
-"""Configurations of Hugging Face: made from a preset, and checked for what the sharded models do."""
+"""Configurations of Hugging Face: made from a preset, and checked for what the sharded models
+do.
+"""
 
 from transformers import PretrainedConfig
 from transformers.activations import ACT2CLS, ACT2FN
@@ -43,8 +45,9 @@ def check_config(config: PretrainedConfig, tp_size: int, shard_mlp: bool = True)
     """Checks that a configuration can be sharded over `tp_size` ranks.
 
     Raises:
-        ValueError: heads or a feed-forward size that the ranks do not divide, an activation function
-            with parameters, or a field that asks for what the models do not do; with its name.
+        ValueError: heads or a feed-forward size that the ranks do not divide, an activation
+            function with parameters, or a field that asks for what the models do not do; with its
+            name.
     """
     ensure_divisibility(
         config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"

@@ -6,8 +6,8 @@ With sequence parallel, what lies between those layers is sharded along the sequ
 `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
 
 Dropout of what every rank holds draws the same mask on all of them, from torch's default stream.
-Dropout of what is sharded (the heads, with sequence parallel everything) draws a mask of each rank's
-own, from the model-parallel stream.
+Dropout of what is sharded (the heads, with sequence parallel everything) draws a mask of each
+rank's own, from the model-parallel stream.
 """
 
 import math
@@ -177,7 +177,9 @@ class GPT2LMHeadModel(ShardedCausalLM, hf.GPT2LMHeadModel):
     _no_split_modules = ["ParallelBlock"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Hugging Face's: normal weights, those that write to the residual stream narrower by √(2L)."""
+        """Hugging Face's: normal weights, those that write to the residual stream narrower by
+        √(2L).
+        """
         std = self.config.initializer_range
         if isinstance(module, (ColumnParallelConv1D, RowParallelConv1D)):
             module.init_method = partial(nn.init.normal_, std=std)

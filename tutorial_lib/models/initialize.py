@@ -16,7 +16,8 @@ from tutorial_lib.parallel_layers.sharding import partition_of
 
 
 def finish(model: PreTrainedModel) -> None:
-    """Allocates a model that was built on the meta device, on torch's default device, and initialises it.
+    """Allocates a model that was built on the meta device, on torch's default device, and
+    initialises it.
 
     Inside `with torch.device("meta")` nothing happens, so that a caller can put the moment off.
     """
@@ -29,7 +30,8 @@ def finish(model: PreTrainedModel) -> None:
 
 
 def initialize_sharded(module: nn.Module, std: float) -> bool:
-    """Initialises a module with sharded parameters as Hugging Face does plain ones; False if it is no such module.
+    """Initialises a module with sharded parameters as Hugging Face does plain ones; False if it is
+    no such module.
 
     Weights are normal with standard deviation `std`, a padding row and biases zero. Fused matrices
     are drawn one after the other, as the plain modules are that they stand for.
@@ -57,7 +59,9 @@ def initialize_sharded(module: nn.Module, std: float) -> bool:
 
 
 def hugging_face_reference(model_class: type[PreTrainedModel], config) -> PreTrainedModel:
-    """The Hugging Face model itself, unsharded, initialised as `finish` does: same seed, same weights."""
+    """The Hugging Face model itself, unsharded, initialised as `finish` does: same seed, same
+    weights.
+    """
     with torch.device("meta"):
         model = model_class(config)
     finish(model)

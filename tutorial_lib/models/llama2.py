@@ -2,8 +2,8 @@
 
 Query, key and value come from one multiplication, as do gate and up of the feed-forward layer.
 Weights that are concatenated are each sharded, so that a rank has matching rows of all. With
-sequence parallel, what lies between the multiplications is sharded along the sequence, in the layout
-`[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
+sequence parallel, what lies between the multiplications is sharded along the sequence, in the
+layout `[S/T, B, H]` (Korthikanti et al., 2022, section 4.2).
 """
 
 import torch
@@ -108,7 +108,9 @@ class ParallelAttention(hf.LlamaAttention):
 
 
 class GatedActivation(nn.Module):
-    """`act(gate) · up` of `[…, 2F/T] → […, F/T]`; a module of its own so that checkpointing can pick it."""
+    """`act(gate) · up` of `[…, 2F/T] → […, F/T]`; a module of its own so that checkpointing can
+    pick it.
+    """
 
     def __init__(self, act_fn: nn.Module):
         super().__init__()

@@ -2,7 +2,8 @@
 
 
 class ExactFrequencies:
-    """For Hugging Face's rotary embeddings: their frequencies stay in float32 when the model is cast.
+    """For Hugging Face's rotary embeddings: their frequencies stay in float32 when the model is
+    cast.
 
     In bfloat16 a frequency has three digits, and after some hundred positions the angle is another.
     """

@@ -271,7 +271,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return {"rank": self._axis.rank, "size": self._axis.size}
 
     def state_dict(self) -> dict:
-        """What this rank holds, and what it takes to shard it for another mesh; see `zero1_state`."""
+        """What this rank holds, and what it takes to shard it for another mesh; see
+        `zero1_state`.
+        """
         self.take_over_weights()
         return complete_state(self, super().state_dict())
 

@@ -17,7 +17,9 @@ _host_kinds = {"cpu"}
 
 @contextmanager
 def meta_stands_for_host() -> Iterator[None]:
-    """Inside the block, tensors on meta fill buckets as tensors on the host do, not as on a device."""
+    """Inside the block, tensors on meta fill buckets as tensors on the host do, not as on a
+    device.
+    """
     _host_kinds.add("meta")
     try:
         yield

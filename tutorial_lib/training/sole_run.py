@@ -41,7 +41,7 @@ def _acquire(folder: str) -> TextIO | None:
     if dist.get_rank() != 0:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = open(Path(folder) / LOCK, "a+")
+    lock = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (held while the run lasts)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

@@ -4,7 +4,7 @@ whatever happens.
     mesh = Mesh(world_size=4, tp_size=2)
     mesh.start()
 
-    %%px                     # the cell runs on every rank; its output comes in the order of the ranks
+    %%px                     # the cell runs on every rank; the outputs come in the order of ranks
     print(rank, device)
 
     mesh.gather("rank")      # [0, 1, 2, 3]
@@ -105,7 +105,8 @@ class Mesh:
             raise ValueError(f"launcher {launcher!r} is not one of {', '.join(LAUNCHERS)}")
         if launcher == "local" and (nodes > 1 or slurm_options):
             raise ValueError(
-                f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not 'local'"
+                f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not "
+                f"'local'"
             )
         if world_size % nodes:
             raise ValueError(f"world_size {world_size} is not divisible by nodes {nodes}")
@@ -113,7 +114,8 @@ class Mesh:
             check_slurm()
         elif backend == "cuda" and world_size > torch.cuda.device_count():
             raise ValueError(
-                f"world_size {world_size} needs as many GPUs, and torch sees {torch.cuda.device_count()}"
+                f"world_size {world_size} needs as many GPUs, and torch sees "
+                f"{torch.cuda.device_count()}"
             )
         if timeout is None:
             timeout = (
@@ -180,7 +182,10 @@ class Mesh:
         if self.tp_size is not None:
             axes = f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
         nodes = f" on {self.nodes} node{'s' * (self.nodes > 1)}" if self.launcher != "local" else ""
-        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend {self.backend}"
+        return (
+            f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend "
+            f"{self.backend}"
+        )
 
     def _boot(self) -> None:
         """Gives each rank what `torchrun` would give it, before torch-xla is imported there."""
@@ -290,7 +295,8 @@ class Mesh:
         for rank in ranks:
             if not 0 <= rank < self.world_size:
                 raise ValueError(
-                    f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}"
+                    f"rank {rank} is not one of the {self.world_size} ranks 0 to "
+                    f"{self.world_size - 1}"
                 )
         self._make_ready()
         tasks = {rank: self._ranks.members[rank].start("cell", cell) for rank in ranks}
@@ -376,7 +382,8 @@ class Mesh:
         return {
             "": "",
             "start": "",
-            "reset": "The ranks may be out of step, so their process group is closed: the next cell, or mesh.reset(), "
+            "reset": "The ranks may be out of step, so their process group is closed: the next "
+            "cell, or mesh.reset(), "
             "makes a new one and keeps their variables.",
             "restart": "mesh.restart() starts new ranks.",
         }[self._remedy]

@@ -214,7 +214,10 @@ class Ranks:
         logs = sorted(Path(self.directory).glob("*.log"))
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         tail = "".join(f"\n  {line}" for line in lines[-10:])
-        return f"rank {rank} could not be started: {cause}{tail and '. The last lines of its log:'}{tail}"
+        return (
+            f"rank {rank} could not be started: "
+            f"{cause}{tail and '. The last lines of its log:'}{tail}"
+        )
 
     def pump(self, timeout: float) -> None:
         """Takes in what the ranks and the nursery have sent, and waits for it at most `timeout`
@@ -273,7 +276,10 @@ class Ranks:
         while isinstance(one.status, str) and not self._news.closed and time.monotonic() < deadline:
             self.pump(0.05)
         if isinstance(one.status, str):
-            return f"the process that holds the ranks together is gone{self._fault and ': '}{self._fault}"
+            return (
+                f"the process that holds the ranks together is "
+                f"gone{self._fault and ': '}{self._fault}"
+            )
         if one.status >= 0:
             return f"the process exited with status {one.status}"
         name = signal.Signals(-one.status).name
@@ -282,7 +288,8 @@ class Ranks:
         said = self._last_words(one)
         if sizes := re.search(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)", said):
             return (
-                f"gloo ended the process ({name}), as {sizes[1]} bytes arrived where {sizes[2]} were "
+                f"gloo ended the process ({name}), as {sizes[1]} bytes arrived where {sizes[2]} "
+                f"were "
                 "expected: the ranks gave a collective tensors of different sizes"
             )
         return f"the process was killed by {name}" + (f": {said}" if said else "")

@@ -31,9 +31,11 @@ from traitlets.config import Config
 from tutorial_lib.network import address_towards, loopback
 
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_WAITING = (  # what a collective says when a peer is missing; gloo, NCCL and the store have no exception class for it
-    "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout", "Broken pipe",
-    "Socket closed", "failed to recv", "Watchdog caught collective operation timeout", "could not finish its step",
+# What a collective says when a peer is missing: gloo, NCCL and the store have no exception for it.
+_WAITING = (
+    "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout",
+    "Broken pipe", "Socket closed", "failed to recv", "could not finish its step",
+    "Watchdog caught collective operation timeout",
 )  # fmt: skip
 MAX_FRAMES = 12  # lines of a traceback that a reader is shown
 MAX_OUTPUT = 1_000_000  # characters of a cell that a reader is shown

@@ -17,7 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tutorial_lib.lab.plan",
-        description="Memory, operations, traffic and bounds on the speed of a training run. What is "
+        description="Memory, operations, traffic and bounds on the speed of a training run. What "
+        "is "
         "not given is as published.",
     )
     yes_or_no = argparse.BooleanOptionalAction
@@ -70,7 +71,8 @@ def _plan(chosen: argparse.Namespace) -> Plan:
     if chosen.nodes is not None:
         if chosen.dp is not None:
             raise ValueError(
-                f"--nodes {chosen.nodes} and --dp {chosen.dp} both set the data-parallel size: give one"
+                f"--nodes {chosen.nodes} and --dp {chosen.dp} both set the data-parallel size: "
+                f"give one"
             )
         one = Plan(run.change(**changes, dp=1), instance, chosen.backend)
         return scaled(one, [chosen.nodes])[0]

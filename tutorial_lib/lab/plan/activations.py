@@ -1,7 +1,7 @@
 """Bytes that one rank keeps of a micro-batch for its backward pass, in closed form.
 
-A layer is counted as by Korthikanti et al. (2022, section 4), and so is what lies around the layers.
-Of an activation function Hugging Face's own code is asked.
+A layer is counted as by Korthikanti et al. (2022, section 4), and so is what lies around the
+layers. Of an activation function Hugging Face's own code is asked.
 """
 
 from functools import lru_cache
@@ -93,7 +93,9 @@ def _stream(run: Run) -> float:
 
 
 def _statistics(run: Run, backend: str) -> float:
-    """A norm's numbers for each token: Llama's scale; else mean and deviation, as the kernel has them."""
+    """A norm's numbers for each token: Llama's scale; else mean and deviation, as the kernel has
+    them.
+    """
     wide = max(4, run.dtype.itemsize)
     if run.family == "llama":
         return _chunk(run) * wide

@@ -1,12 +1,13 @@
-"""The batch file for an unattended run on several nodes of a SLURM cluster, such as a trn1 ParallelCluster.
+"""The batch file for an unattended run on several nodes of a SLURM cluster, such as a trn1
+ParallelCluster.
 
     python -m tutorial_lib.lab.plan.batch_script --nodes 16 --ranks-per-node 32 --precompile -- \\
         -m tutorial_lib.training.pretrain_gpt --distributed-backend xla … > pretrain.sbatch
     sbatch pretrain.sbatch
 
-One `torchrun` on each node starts its ranks. Some minutes before the job's time is over SLURM sends them SIGUSR1, upon
-which they save and stop; the same file, submitted again, goes on from there. A notebook needs no such file:
-`Mesh(launcher="slurm")` submits a job by itself.
+One `torchrun` on each node starts its ranks. Some minutes before the job's time is over SLURM sends
+them SIGUSR1, upon which they save and stop; the same file, submitted again, goes on from there. A
+notebook needs no such file: `Mesh(launcher="slurm")` submits a job by itself.
 """
 
 import argparse
@@ -25,18 +26,21 @@ TEMPLATE = """#!/bin/bash
 #SBATCH --signal=USR1@{save_seconds}
 {options}set -euo pipefail
 
-# Ranks meet on the first node, where this file runs. Its port follows from the job's number, so jobs do not collide.
+# Ranks meet on the first node, where this file runs. Its port follows from the job's number, so
+# jobs do not collide.
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS={threads}
 # torchrun itself ignores the signal to save; the ranks handle it.
-run='trap "" USR1; exec torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
+run='trap "" USR1; exec torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\
+  --nproc-per-node={ranks} \\
   --master-addr="$SLURM_LAUNCH_NODE_IPADDR" --master-port="$MASTER_PORT" \\
   {command}'
 {precompile}
 srun --kill-on-bad-exit=1 bash -c "$run"
 """
 PRECOMPILE = """
-# Compiles what the first steps need on all nodes at once, and trains nothing; then the run starts at full speed.
+# Compiles what the first steps need on all nodes at once, and trains nothing; then the run starts
+# at full speed.
 compile="${{run/exec torchrun/exec neuron_parallel_compile torchrun}}"
 srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 """
@@ -72,12 +76,15 @@ def batch_script(
     """The text of the file.
 
     Args:
-        command: what every rank runs: what `torchrun` takes after its own options, `["-m", module, …]` or a script.
+        command: what every rank runs: what `torchrun` takes after its own options, `["-m", module,
+            …]` or a script.
         nodes, ranks_per_node: at least 1; a trn1.32xlarge has 32 NeuronCores, and so ranks.
         name: of the job and its log.
         threads: that each rank computes with on the host.
-        options: further ones of `sbatch`, such as `["--partition=trn1", "--time=81:00:00", "--exclusive"]`.
-        precompile: compile first, with these words behind the command, `["--exit-interval", "2"]`; None does not.
+        options: further ones of `sbatch`, such as `["--partition=trn1", "--time=81:00:00",
+            "--exclusive"]`.
+        precompile: compile first, with these words behind the command, `["--exit-interval", "2"]`;
+            None does not.
 
     Raises:
         ValueError: nothing to run, a number that is not whole or is below 1, or a name or an
@@ -135,8 +142,9 @@ def main(words: list[str] | None = None) -> None:
     given = parser.parse_args(words)
     try:
         text = batch_script(
-            given.command, given.nodes, given.ranks_per_node, name=given.name, threads=given.threads,
-            options=shlex.split(given.sbatch), precompile=["--exit-interval", "2"] if given.precompile else None,
+            given.command, given.nodes, given.ranks_per_node, name=given.name,
+            threads=given.threads, options=shlex.split(given.sbatch),
+            precompile=["--exit-interval", "2"] if given.precompile else None,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

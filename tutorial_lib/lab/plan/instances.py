@@ -47,9 +47,9 @@ INSTANCES = {
     for machine in (
         _trainium("trn1.32xlarge", 800 * GIGABIT),
         _trainium("trn1n.32xlarge", 1600 * GIGABIT),
-        # Eight H100 SXM, without sparsity: NVIDIA's white paper "H100 Tensor Core GPU Architecture",
-        # and for the memory's 3.35 TB/s the data sheet. NVLink's 900 GB/s are of both
-        # directions. A DGX H100 has a 400 Gb/s adapter for each.
+        # Eight H100 SXM, without sparsity: NVIDIA's white paper "H100 Tensor Core GPU
+        # Architecture", and for the memory's 3.35 TB/s the data sheet. NVLink's 900 GB/s are of
+        # both directions. A DGX H100 has a 400 Gb/s adapter for each.
         Instance("h100x8", 8, 80 * 2**30, 989.4e12, 66.9e12, 3.35e12, 3200 * GIGABIT, 450e9),
     )
 }

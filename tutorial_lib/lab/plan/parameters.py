@@ -61,7 +61,9 @@ def qkv_features(run: Run) -> tuple[int, int]:
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True, share: bool = False) -> list[Parameter]:
-    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes after."""
+    """A layer of this rank's sizes; `share`: it ends in a reduce-scatter, and its bias comes
+    after.
+    """
     weight = Parameter((outputs, inputs), True)
     return [weight, Parameter((outputs,), False, share)] if bias else [weight]
 

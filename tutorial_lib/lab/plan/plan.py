@@ -44,7 +44,8 @@ class Plan:
             raise ValueError(f"backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
         if self.run.family == "bert" and not self.run.config.tie_word_embeddings:
             raise ValueError(
-                "no closed form for tie_word_embeddings=False of bert: its head has a bias without a "
+                "no closed form for tie_word_embeddings=False of bert: its head has a bias "
+                "without a "
                 "gradient"
             )
         cores, tp = self.instance.cores, self.run.tp
