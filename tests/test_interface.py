@@ -34,7 +34,8 @@ SIGNATURES = {
     "modules.qkv_linear.GQAQKVColumnParallelLinear": "input_size, output_sizes, bias=True, "
     "gather_output=True, dtype=float32, device=None, init_method=None, "
     "sequence_parallel_enabled=False, kv_size_multiplier=1, fuse_qkv=True",
-    "parallel_layers.loss_functions.parallel_cross_entropy": "vocab_parallel_logits, target, label_smoothing=0.0",
+    "parallel_layers.loss_functions.parallel_cross_entropy": "vocab_parallel_logits, target, "
+    "label_smoothing=0.0",
     "parallel_layers.grads.clip_grad_norm": "parameters, max_norm, norm_type=2, "
     "zero1_optimizer=False, zero1_optimizer_groups=None, force_spmd=True",
     "parallel_layers.grads.bucket_allreduce_gradients": "grads_list",

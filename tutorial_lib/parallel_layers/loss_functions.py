@@ -90,8 +90,8 @@ def parallel_cross_entropy(
     Raises:
         ValueError: logits that were gathered, as far as their autograd graph (or, without one, the
             tensor itself) shows it; shapes that do not fit, a target outside of the vocabulary, a
-            smoothing outside of [0, 1), or a `vocab_size` larger than the logits; on every rank. On an accelerator such a target's
-            loss is NaN instead.
+            smoothing outside of [0, 1), or a `vocab_size` larger than the logits; on every rank. On
+            an accelerator such a target's loss is NaN instead.
     """
     logits, local = vocab_parallel_logits, vocab_parallel_logits.size(-1)
     size = parallel_state.get_tensor_model_parallel_size()
