@@ -270,14 +270,13 @@ def test_the_sound_one_loads(folder, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["model", "optimizer", "low level"])
+@pytest.mark.parametrize("where", ["model", "low level"])
 def test_weights_that_are_not_finite_replace_nothing(folder, tmp_path, bad, where):
     model, _, _ = build()
     checkpointing.save({"model": model.state_dict()}, f"{tmp_path}/low")
     optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    weights = model if where != "optimizer" else optimizer.base_optimizer.param_groups[0]["params"]
     with torch.no_grad():
-        (weights.norm if where != "optimizer" else weights[1])[0] = bad
+        model.norm[0] = bad
     with pytest.raises(ValueError, match="is not saved"):
         if where == "low level":
             checkpointing.save({"model": model.state_dict()}, f"{tmp_path}/low")

@@ -23,7 +23,6 @@ from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
 from ..storage import Digest, objects, xser
 from . import background, layout, tags
-from .shards import MASTERS
 
 Job = Callable[[Path], xser.Digests]  # writes something into the folder aside
 
@@ -175,7 +174,8 @@ class _Content:
             if value is None:
                 continue
             objects.check(value, "optimizer" if name == "optim" else name)
-            objects.check_finite(value.get(MASTERS, {}) if name == "optim" else value, name)
+            if name == "model":  # masters are the weights, to more digits
+                objects.check_finite(value, name)
             if place.dp > 0 and shared and not use_xser:
                 continue
             value = objects.to_host(value, copy=True) if copy else value
