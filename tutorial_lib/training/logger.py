@@ -2,6 +2,7 @@
 under the names of the tutorials' scripts.
 """
 
+import logging
 import math
 import time
 from pathlib import Path
@@ -179,13 +180,19 @@ class GPTLogger(Logger):
         )
 
 
+def read_events(folder: str) -> EventAccumulator:
+    """The events of a folder as TensorBoard shows them, without those that a resumed run hides."""
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of each that is hidden
+    return EventAccumulator(folder, {"scalars": 0}).Reload()
+
+
 def _writer(folder: str, done: int, samples: int) -> SummaryWriter:
     """A writer of events into `folder` after which TensorBoard shows no step twice.
 
     `purge_step` hides events from that step on. Of the scalars by samples it would hide those
     of the steps that count, so these are written again.
     """
-    shown = EventAccumulator(folder, {"scalars": 0}).Reload() if Path(folder).is_dir() else None
+    shown = read_events(folder) if Path(folder).is_dir() else None
     writer = SummaryWriter(folder, purge_step=done + 1)
     for name in [] if shown is None else shown.Tags()["scalars"]:
         if name.endswith(BY_SAMPLES):

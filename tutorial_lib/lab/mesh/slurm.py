@@ -31,7 +31,7 @@ from tutorial_lib.lab.paths import resolve
 from tutorial_lib.network import address_towards
 
 POLL = 1.0  # seconds between looks at the job
-NODE_DOWN = 20.0  # seconds after which SLURM has noticed that a node is gone
+NODE_DOWN = 45.0  # seconds after which SLURM has noticed that a node is gone
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING")
 BATCH_TEMPLATE = """#!/bin/sh
 #SBATCH --job-name={{name}}
