@@ -83,10 +83,13 @@ class ParallelEmbedding(ShardedModule):
                     f"sequence parallelism needs ids of shape [B, S], not {tuple(input.shape)}"
                 )
             input, outside = input.t(), None if outside is None else outside.t()
-        local = input - self.start_index
-        elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding())
+        elsewhere = None
         if self._size > 1 or outside is not None:
+            input = input - self.start_index
+            elsewhere = (input < 0) | (input >= self.num_embeddings_per_partition)
+            input = input.masked_fill(elsewhere, 0)
+        rows = F.embedding(input, self.weight, self._local_padding())
+        if elsewhere is not None:
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if outside is not None:
             rows = rows.masked_fill(outside.unsqueeze(-1), float("nan"))
