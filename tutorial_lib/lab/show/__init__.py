@@ -9,8 +9,10 @@ from .pictures import bars, curves, growth, mesh_grid, slices, stacked, strips
 from .predict import predict
 from .source import source
 from .tables import Table, by_rank, compare, size, table
+from .timeline import timeline
 
 __all__ = [
     "ClaimError", "Claims", "Table", "bars", "by_rank", "check", "compare", "curves", "growth",
     "mesh_grid", "predict", "size", "slices", "source", "stacked", "strips", "table",
+    "timeline",
 ]  # fmt: skip

@@ -21,10 +21,14 @@ DPI = 200
 
 
 class Picture:
-    """A figure that a notebook shows as a PNG, at half its pixels so that it stays sharp."""
+    """A figure that a notebook shows as a PNG, at half its pixels so that it stays sharp.
 
-    def __init__(self, figure: Figure):
-        self.figure = figure
+    Args:
+        alt: what it shows, in words, for those who do not see it.
+    """
+
+    def __init__(self, figure: Figure, alt: str):
+        self.figure, self.alt = figure, alt
 
     def _repr_png_(self) -> tuple[bytes, dict]:
         target = io.BytesIO()
@@ -37,7 +41,8 @@ class Picture:
             metadata={"Software": None},
         )
         # The width is in the PNG's header, at byte 16.
-        return target.getvalue(), {"width": int.from_bytes(target.getvalue()[16:20], "big") // 2}
+        width = int.from_bytes(target.getvalue()[16:20], "big") // 2
+        return target.getvalue(), {"width": width, "alt": self.alt}
 
     def __repr__(self) -> str:
         titles = [axes.get_title() for axes in self.figure.axes]
@@ -109,7 +114,8 @@ def mesh_grid(tp_groups: Sequence[Sequence[int]], dp_groups: Sequence[Sequence[i
         _write(axes, columns / 2, -0.1, "data-parallel groups: the columns", va="bottom")
     for column, group in enumerate([] if wide else dp_groups):
         _write(axes, column + 0.5, -0.1, f"data-parallel group\n{list(group)}", va="bottom")
-    return Picture(figure)
+    groups = f"tensor-parallel groups {list(tp_groups)}, columns data-parallel {list(dp_groups)}"
+    return Picture(figure, f"A grid of {rows * columns} ranks; rows are {groups}.")
 
 
 def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Picture:
@@ -131,7 +137,9 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
     _write(axes, -0.05, 0.5, f"{rows:,}", ha="right")
     sizes = f"{rows:,} × {columns:,} in all\n{shard[0]:,} × {shard[1]:,} on each rank"
     _write(axes, width + 0.12, 0.5, sizes, ha="left")
-    return Picture(figure)
+    by = "columns" if dim else "rows"
+    alt = f"A {rows} × {columns} weight, sharded by {by} over {parts} ranks."
+    return Picture(figure, f"{title}. {alt}" if title else alt)
 
 
 def curves(series: Mapping[str, Sequence[float]], title: str = "") -> Picture:
@@ -145,7 +153,8 @@ def curves(series: Mapping[str, Sequence[float]], title: str = "") -> Picture:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.legend(frameon=False, fontsize=8)
-    return Picture(figure)
+    ends = (f"{name} from {values[0]:.3g} to {values[-1]:.3g}" for name, values in series.items())
+    return Picture(figure, f"Loss by step: {'; '.join(ends)}.")
 
 
 def bars(
@@ -173,7 +182,8 @@ def bars(
         axes.set_xlabel("rank" if ticks is None else "", fontsize=8)
         _count_bytes(axes.yaxis, largest, 5)
     panels[0].legend(frameon=False, fontsize=8)
-    return Picture(figure)
+    sizes = (f"{name}: {', '.join(map(size, values))}" for name, values in measured.items())
+    return Picture(figure, f"Bars of bytes. {'; '.join(sizes)}.")
 
 
 def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "") -> Picture:
@@ -190,7 +200,11 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "") -> Pi
             left += length
     _label(axes, "token")
     axes.set_yticks(range(len(rows)), list(rows))
-    return Picture(figure)
+    parts = (
+        f"{name}: {', '.join(f'{length} of {number}' for number, length in row)}"
+        for name, row in rows.items()
+    )
+    return Picture(figure, f"Rows of tokens. {'; '.join(parts)}.")
 
 
 def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = "") -> Picture:
@@ -207,7 +221,8 @@ def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = 
     axes.invert_yaxis()
     below = dict(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.4, -0.12))
     axes.legend(frameon=False, fontsize=8, **below)
-    return Picture(figure)
+    sums = (f"{name} {size(sum(row.values()))}" for name, row in rows.items())
+    return Picture(figure, f"Stacked bars of bytes: {', '.join(sums)}; the limit is {size(limit)}.")
 
 
 def growth(
@@ -230,4 +245,5 @@ def growth(
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(color=FAINT, lw=0.6)
     axes.legend(frameon=False, fontsize=8)
-    return Picture(figure)
+    ends = (f"{name} from {values[0]:.3g} to {values[-1]:.3g}" for name, values in series.items())
+    return Picture(figure, f"{ylabel} by {xlabel}, both logarithmic: {'; '.join(ends)}.")
