@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from data_scripts.stages import sha256
+from data_scripts.stages import UNWRITABLE, sha256
 
 NAME = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"
@@ -28,7 +28,7 @@ def default_dump() -> Path:
 
     Raises:
         FileNotFoundError: pip could not fetch the wheel; its own words follow.
-        PermissionError: the checkout cannot be written.
+        OSError: the checkout cannot be written to.
         ValueError: the wheel's file is not the one that is known.
     """
     if not (DUMP.is_file() and sha256(DUMP) == SHA256):
@@ -36,8 +36,11 @@ def default_dump() -> Path:
             DUMP.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=DUMP.parent) as folder:
                 _fetch(Path(folder)).replace(DUMP)
-        except PermissionError as error:
-            raise PermissionError(f"{error}: the default dump goes there. {OWN_DUMP}") from error
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            message = f"{error.strerror}: the default dump goes there. {OWN_DUMP}"
+            raise OSError(error.errno, message, str(DUMP.parent)) from error
     return DUMP
 
 

@@ -172,3 +172,10 @@ def test_a_dump_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="(?s)--dump FILE.*gensim"):
         dump.default_dump()
     assert list(dump.DUMP.parent.iterdir()) == []
+
+
+def test_a_checkout_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(dump, "DUMP", tmp_path / "a file" / "dump" / dump.NAME)
+    with pytest.raises(OSError, match="the default dump goes there. Run `make`.*--dump FILE"):
+        dump.default_dump()
