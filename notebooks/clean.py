@@ -56,6 +56,21 @@ def clean(nb: NotebookNode) -> NotebookNode:
     return nb
 
 
+def for_students(nb: NotebookNode) -> NotebookNode:
+    """A notebook to work in: without outputs and without the cells tagged `solution:…`."""
+    nb = clean(nb)
+    nb.metadata.pop(KEY, None)
+    nb.cells = [
+        cell
+        for cell in nb.cells
+        if not any(tag.startswith("solution:") for tag in cell.metadata.get("tags", []))
+    ]
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nb
+
+
 def _merged(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
     """The outputs, with consecutive pieces of one stream as one."""
     pending = None

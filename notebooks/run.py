@@ -1,17 +1,22 @@
-"""Executes the notebooks: `tutorials` for a reader, `refresh` for what is committed.
+"""Executes the notebooks: `tutorials` for a reader, `refresh` for what is committed; `students`
+writes copies to work in.
 
     python -m notebooks.run tutorials [NAME …] [-p name value …]
     python -m notebooks.run refresh [NAME …]
+    python -m notebooks.run students [NAME …]
 
 NAME is a notebook or the beginning of its name (`02`). `tutorials` writes
 `build/executed/NAME.ipynb` and `.html`; `refresh` executes with the notebooks' own parameters,
 cleans and writes back. Every notebook is tried; the exit status is 1 if one of them failed.
+`students` writes `build/students/NAME.ipynb`, without solutions and outputs.
 """
 
 import argparse
 import ast
+import html
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -21,13 +26,14 @@ import nbformat
 import papermill
 from ipykernel.kernelspec import write_kernel_spec
 from nbconvert import HTMLExporter
+from nbconvert.filters import Highlight2HTML
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
-from notebooks.clean import KEY, ROOT, clean, faults, fingerprint
+from notebooks.clean import KEY, ROOT, clean, faults, fingerprint, for_students
 
 FOLDER = ROOT / "notebooks"
-EXECUTED = ROOT / "build" / "executed"
+EXECUTED, STUDENTS = ROOT / "build" / "executed", ROOT / "build" / "students"
 # nbconvert's page sets the library's source in the font of its prose, and breaks printed lines
 # within a word.
 STYLE = """<style>
@@ -131,7 +137,7 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
             raise ValueError(
                 f"no parameter {name!r} in {', '.join(path.stem for path in notebooks)}"
             )
-    EXECUTED.mkdir(parents=True, exist_ok=True)
+    _make_folder(EXECUTED)
 
     def run(notebook: Path) -> str:
         output = EXECUTED / notebook.name
@@ -141,13 +147,52 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
             execute(notebook, output, own)
         finally:
             if output.exists() and output.stat().st_mtime >= begun:
-                page, _ = HTMLExporter(template_name="lab").from_filename(str(output))
-                output.with_suffix(".html").write_text(
-                    page.replace("</head>", STYLE, 1), encoding="utf-8"
-                )
+                output.with_suffix(".html").write_text(page_of(output), encoding="utf-8")
         return claims_of(notebook, own, begun)
 
     return _each(notebooks, run)
+
+
+def page_of(notebook: Path) -> str:
+    """An executed notebook as a page: `%%px` cells are coloured as Python, which nbconvert leaves
+    black, and pictures get the descriptions that their cells gave them.
+    """
+    as_python = Highlight2HTML(pygments_lexer="ipython3")
+
+    def highlight(source: str, language: str | None = None, metadata=None) -> str:
+        if not source.startswith("%%px"):
+            return as_python(source, language, metadata)
+        return as_python("#" + source, language, metadata).replace("#%%px", "%%px", 1)
+
+    exporter = HTMLExporter(template_name="lab", filters={"highlight_code": highlight})
+    page, _ = exporter.from_filename(str(notebook))
+    descriptions = [
+        output.metadata.get("image/png", {}).get("alt", "")
+        for cell in nbformat.read(notebook, 4).cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    missing = 'alt="No description has been provided for this image"'
+    for description in descriptions:
+        page = page.replace(missing, f'alt="{html.escape(description)}"', 1)
+    return page.replace("</head>", STYLE, 1)
+
+
+def students(notebooks: list[Path]) -> bool:
+    """Writes copies without solutions and outputs into `STUDENTS`, where they can be executed."""
+    _make_folder(STUDENTS)
+    for notebook in notebooks:
+        copy = STUDENTS / notebook.name
+        nbformat.write(for_students(nbformat.read(notebook, 4)), copy)
+        print(copy.relative_to(ROOT))
+    return True
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder for notebooks, with the pictures that their text shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (FOLDER / "figures").is_dir():
+        shutil.copytree(FOLDER / "figures", folder / "figures", dirs_exist_ok=True)
 
 
 def refresh(notebooks: list[Path]) -> bool:
@@ -202,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tutorials", "refresh"):
+    for name in ("tutorials", "refresh", "students"):
         command = commands.add_parser(name)
         command.add_argument("names", nargs="*", metavar="NAME")
         if name == "tutorials":
@@ -217,11 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         chosen = select(given.names)
-        if given.command == "refresh":
-            return 0 if refresh(chosen) else 1
-        return (
-            0 if tutorials(chosen, {name: _value(value) for name, value in given.parameters}) else 1
-        )
+        if given.command == "tutorials":
+            done = tutorials(chosen, {name: _value(value) for name, value in given.parameters})
+        else:
+            done = {"refresh": refresh, "students": students}[given.command](chosen)
+        return 0 if done else 1
     except ValueError as error:
         parser.error(str(error))
 

@@ -141,17 +141,6 @@ QUICK = {
 
 # What somebody wrote into the exercises' cells, and what the checks should say to it.
 MISTAKES = {
-    "00_meet_the_mesh": {
-        "group": (
-            "group_of_rank_5 = [4, 5, 6, 7]",
-            "shape (4,) instead of (2,), because that is its tensor-parallel",
-        ),
-        "reduce_scatter": (
-            '%%px\nanswer = comm.all_reduce("sum", torch.arange(2 * world_size) + rank, everyone)',
-            "shape (8,) instead of (2,) on rank 0, because it is the whole sum",
-        ),
-        "scale": ("gigabytes = 14", "off by 13.125, because that is what it holds"),
-    },
     "01_developer_guide": {
         "bias": ("output_feature = 410", "off by 300, because each rank added the bias"),
         "feed_forward": (

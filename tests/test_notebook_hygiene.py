@@ -104,15 +104,22 @@ def test_cells_are_small_and_plain(path):
 
 
 @each
-def test_last_cell_closes_the_mesh(path):
-    assert read(path).cells[-1].source.strip().endswith("mesh.close()")
-
-
-@each
 def test_every_exercise_has_a_check_and_a_solution(path):
     nb = read(path)
     exercises = tagged(nb, "exercise:")
     assert exercises and exercises == tagged(nb, "check:") == tagged(nb, "solution:")
+    checks = [cell for cell in code_cells(nb) if "show.check_answer(" in cell.source]
+    assert all(cell.metadata.jupyter.source_hidden for cell in checks), "the answer is in sight"
+    closes = [cell for cell in code_cells(nb) if "mesh.close()" in cell.source]
+    assert not (checks and closes), "exercises need the ranks, which end with the kernel"
+
+
+@each
+def test_copies_for_students_show_no_answers(path):
+    copy = clean.for_students(read(path))
+    assert tagged(copy, "exercise:") == tagged(read(path), "exercise:")
+    assert not tagged(copy, "solution:") and "</details>" not in str(copy.cells)
+    assert not any(cell.outputs or cell.execution_count for cell in code_cells(copy))
 
 
 @each

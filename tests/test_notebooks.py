@@ -17,7 +17,7 @@ NAMES = [path.stem for path in run.select([])]
 
 
 def test_every_notebook_has_its_cases():
-    for cases in (PARAMETER_SETS, BAD_PARAMETERS, MISTAKES, QUICK):
+    for cases in (PARAMETER_SETS, BAD_PARAMETERS, QUICK):
         assert sorted(cases) == NAMES and all(cases.values())
 
 
