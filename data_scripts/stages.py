@@ -21,6 +21,7 @@ from pathlib import Path
 import filelock
 
 from data_scripts.processes import removed_afterwards
+from tutorial_lib.storage import put_in_place, read_json, write_text
 
 log = logging.getLogger("data_scripts")
 
@@ -104,11 +105,11 @@ def _build(folder: Path, parameters: dict, build: Callable[[Path], dict]) -> dic
             for name in _names(partial)
         }
         manifest = {"parameters": parameters, "counts": counts, "files": files}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         if folder.exists():
             _check_belong(folder, files)
             shutil.rmtree(folder)
-        os.rename(partial, folder)
+        put_in_place(partial, folder)
     return manifest
 
 
@@ -135,9 +136,7 @@ def _verified(folder: Path, parameters: dict) -> dict | None:
     if not folder.is_dir():
         return None
     try:
-        if not (folder / MANIFEST).is_file():
-            raise ValueError(f"{MANIFEST} is missing")
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         if manifest["parameters"] != parameters or not isinstance(manifest["counts"], dict):
             raise ValueError(f"{MANIFEST} is not of this data set")
         files = manifest["files"]

@@ -5,11 +5,9 @@ More in `test_checkpoint` (spoiled shards, foreign models, full disks), `test_ch
 
 import enum
 import errno
-import json
 import os
 import pickle
 import resource
-import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -61,16 +59,15 @@ def refused(ranks, folder, function, words, *args, error=ValueError, world_size=
         assert kind is error and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["archive", "bare"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "raw"),
     [
-        f"model/{SHARD}",
-        f"model/{SHARD}.tensors/tensor_1.pt",
-        f"optim/{SHARD}",
-        "scheduler.pt",
-        "user_content.pt",
-        "random_state.pt",
+        (f"model/{SHARD}", False),
+        (f"model/{SHARD}.tensors/tensor_1.pt", True),
+        (f"optim/{SHARD}", True),
+        ("scheduler.pt", False),
+        ("user_content.pt", True),
+        ("random_state.pt", False),
     ],
 )
 def test_a_pickle_bomb(ranks, tmp_path, capsys, name, raw):
@@ -89,33 +86,12 @@ def test_a_pickle_bomb(ranks, tmp_path, capsys, name, raw):
     assert not os.path.exists(WITNESS)
 
 
-@pytest.mark.parametrize("name", ["scheduler.pt", "user_content.pt", "random_state.pt"])
-def test_a_small_file_that_is_missing(ranks, tmp_path, name):
+def test_a_small_file_that_is_missing(ranks, tmp_path):
     ranks(save, str(tmp_path), world_size=2, tp=2)
-    os.remove(tmp_path / "step_1" / name)
-    words = [str(tmp_path / "step_1" / name), "is missing"]
-    refused(ranks, tmp_path, load, words, error=FileNotFoundError, world_size=2)
-
-
-def test_broken_metadata(ranks, tmp_path):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    file = tmp_path / "step_1" / "metadata.json"
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b"float32", b"float16", 1))
-    refused(ranks, tmp_path, load, [str(file), "was altered"], world_size=2)
-    done = json.loads((tmp_path / "step_1" / "done").read_text())
-    del done["files"]["metadata.json"]
-    (tmp_path / "step_1" / "done").write_text(json.dumps(done))
-    file.write_bytes(content[: len(content) // 2])
-    refused(ranks, tmp_path, load, [str(file), "truncated or not JSON"], world_size=2)
-
-
-def test_a_broken_marker_is_no_checkpoint(ranks, tmp_path):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    done = tmp_path / "step_1" / "done"
-    done.write_text(done.read_text()[:100])
-    words = [str(tmp_path), "incomplete: step_1"]
-    refused(ranks, tmp_path, load, words, error=RuntimeError, world_size=2)
+    for name in ("user_content.pt", "random_state.pt", "scheduler.pt"):  # the last is read first
+        os.remove(tmp_path / "step_1" / name)
+        words = [str(tmp_path / "step_1" / name), "is missing"]
+        refused(ranks, tmp_path, load, words, error=FileNotFoundError, world_size=2)
 
 
 def load_dict(folder):
@@ -138,18 +114,8 @@ def test_a_wrong_degree(ranks, tmp_path, function, words):
     refused(ranks, tmp_path, function, [str(tmp_path / "step_1"), *words], tp=4)
 
 
-def test_a_degree_that_does_not_fit(ranks, tmp_path, capsys):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    assert main(["reshard", f"{tmp_path}/step_1", f"{tmp_path}/out/t", "--tp", "3"]) == 1
-    assert "at tensor-parallel size 3: size over ranks" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_folder_that_nobody_may_write(ranks, asynchronous):
-    for kind, message in ranks(
-        attempt, save, "/proc/checkpoints", async_save=asynchronous, world_size=2, tp=2, timeout=30
-    ):
+def test_a_folder_that_nobody_may_write(ranks):
+    for kind, message in ranks(attempt, save, "/proc/checkpoints", world_size=2, tp=2, timeout=30):
         assert issubclass(kind, OSError) and "/proc/checkpoints" in message
 
 
@@ -175,7 +141,7 @@ def save_large(folder):
 
 
 COMMANDS = {
-    "merge": ["merge", "x.safetensors", "--names", "own"],
+    "merge": ["merge", "x.safetensors"],
     "reshard": ["reshard", "x", "--tp", "1"],
     "reshard-xser": ["reshard", "x", "--tp", "1", "--xser"],
 }
@@ -186,15 +152,15 @@ def run_tool(command: str, folder) -> int:
     return main([name, f"{folder}/run", f"{folder}/out/{output}", *options])
 
 
-@pytest.mark.parametrize("size", [10, 20_000, 161_000])  # a shard of `embed` has 160,000
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command, size):
+def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command):
     ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
-    with largest_file(size):
-        assert run_tool(command, tmp_path) == 1
-    error = capsys.readouterr().err
-    assert "File too large" in error and f"{tmp_path}/out/x" in error
-    assert os.listdir(tmp_path / "out") == []
+    for size in (10, 20_000, 161_000):  # a shard of `embed` has 160,000
+        with largest_file(size):
+            assert run_tool(command, tmp_path) == 1
+        error = capsys.readouterr().err
+        assert "File too large" in error and f"{tmp_path}/out/x" in error
+        assert os.listdir(tmp_path / "out") == []
     assert run_tool(command, tmp_path) == 0
 
 
@@ -225,7 +191,7 @@ def test_a_marker_that_cannot_be_written_leaves_nothing(ranks, tmp_path, capsys,
     assert "out/x/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("tag", ["ü 1", "-x", "v1.0", "step_1.part", "%s{}", 7, "шаг_3"])
+@pytest.mark.parametrize("tag", ["ü 1", "-x", "step_1.part", "%s{}", 7])
 def test_unusual_names(ranks, tmp_path, capsys, tag):
     folder = tmp_path / "a b" / "größe"
     ranks(save_as, str(folder), tag, world_size=2, tp=2)
@@ -271,10 +237,12 @@ def test_a_link_is_no_second_checkpoint(ranks, tmp_path, capsys, monkeypatch):
     assert tags.find(tmp_path, "step_1").files
 
 
-def test_a_marker_of_bytes_is_no_checkpoint(ranks, tmp_path):
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b'{"format": 1, "tag": "st'])
+def test_a_broken_marker_is_no_checkpoint(ranks, tmp_path, content):
     ranks(save, str(tmp_path), world_size=2, tp=2)
-    (tmp_path / "step_1" / "done").write_bytes(b"\xff\xfe\x00")
-    assert tags.complete(tmp_path) == [] and len(tags.incomplete(tmp_path)) == 1
+    (tmp_path / "step_1" / "done").write_bytes(content)
+    words = [str(tmp_path), "incomplete: step_1"]
+    refused(ranks, tmp_path, load, words, error=RuntimeError, world_size=2)
 
 
 def test_a_checkpoint_that_is_replaced_is_there_all_the_time(tmp_path):
@@ -306,25 +274,26 @@ BAD = {
     "model": [5],
     "optimizer": [5],
     "scheduler": [5],
-    "tag": [None, b"a", ["a"], "a\0b", "a\nb", "\ud800"],
+    "tag": [None, b"a", ["a"], "a/b", "a\0b", "a\nb", "\ud800"],
     "checkpoint_dir_str": [None, 5, ""],
 }
 
 
-def save_badly(folder, name, value, everywhere):
-    bad = {name: value} if everywhere or parallel_state.get_tensor_model_parallel_rank() else {}
-    save_checkpoint(**{"checkpoint_dir_str": folder, "tag": "t_1", "model": Standin(), **bad})
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_arguments_of_a_wrong_type(ranks, tmp_path, name):
+def save_badly(folder):
     """On one rank only, too: the others do not wait for it."""
-    for value in BAD[name]:
-        for everywhere in (True, False):
-            arguments = (save_badly, str(tmp_path), name, value, everywhere)
-            found = ranks(attempt, *arguments, world_size=2, tp=2, timeout=30)
-            for kind, message in found:
-                assert kind is ValueError and repr(value) in message, (name, value, message)
+    second, found = parallel_state.get_tensor_model_parallel_rank(), []
+    for name, values in BAD.items():
+        for value in values:
+            for bad in ({name: value}, {name: value} if second else {}):
+                given = {"checkpoint_dir_str": folder, "tag": "t_1", "model": Standin(), **bad}
+                found.append((name, value, *attempt(save_checkpoint, **given)))
+    return found
+
+
+def test_arguments_of_a_wrong_type(ranks, tmp_path):
+    for found in ranks(save_badly, str(tmp_path), world_size=2, tp=2):
+        for name, value, kind, message in found:
+            assert kind is ValueError and repr(value) in message, (name, value, message)
     assert os.listdir(tmp_path) == []
 
 
@@ -333,6 +302,7 @@ class Color(enum.Enum):
 
 
 UNREADABLE = {
+    "module": {"a": os},
     "key": {"a": {Color.RED: 1}},
     "keys": {"a": {(1, Color.RED): 1}},
     "date": {"a": np.datetime64("2020-01-01")},
@@ -343,30 +313,18 @@ UNREADABLE = {
 }
 
 
-def save_content(folder, kind):
-    save_checkpoint(folder, "t_1", Standin(), user_content=UNREADABLE[kind])
+def save_contents(folder):
+    return [
+        attempt(save_checkpoint, folder, "t_1", Standin(), user_content=content)
+        for content in UNREADABLE.values()
+    ]
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_what_could_not_be_read_again_is_not_saved(ranks, tmp_path, kind):
-    for error, message in ranks(attempt, save_content, str(tmp_path), kind, world_size=2, tp=2):
-        assert error is ValueError and "user_content" in message, message
+def test_what_could_not_be_read_again_is_not_saved(ranks, tmp_path):
+    for found in ranks(save_contents, str(tmp_path), world_size=2, tp=2):
+        for error, message in found:
+            assert error is ValueError and "user_content" in message, message
     assert os.listdir(tmp_path) == []
-
-
-MARKERS = {"step": "a", "sequence": 1.5, "mesh": {"tp": "x", "pp": 1}, "files": [1]}
-
-
-@pytest.mark.parametrize("entry", MARKERS)
-def test_a_marker_with_a_wrong_entry_hides_no_other_checkpoint(ranks, tmp_path, entry):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    other = tmp_path / "step_2"
-    shutil.copytree(tmp_path / "step_1", other)
-    marker = json.loads((other / "done").read_text())
-    (other / "done").write_text(json.dumps({**marker, entry: MARKERS[entry]}))
-    (tmp_path / "step_3" / "done").mkdir(parents=True)
-    assert [item.tag for item in tags.complete(tmp_path)] == ["step_1"]
-    assert tags.incomplete(tmp_path) == [other]
 
 
 def test_rotation_leaves_what_no_save_has_made(ranks, tmp_path):
@@ -376,32 +334,6 @@ def test_rotation_leaves_what_no_save_has_made(ranks, tmp_path):
     ranks(save, str(tmp_path), num_kept_ckpts=1, world_size=2, tp=2)
     assert (tmp_path / "run" / "checkpoint").is_dir()
     assert (tmp_path / "tensorflow" / "checkpoint").is_file()
-
-
-METADATA = {
-    "tied": lambda found: found.pop("tied"),
-    "config": lambda found: found.update(config=5),
-    "optimizer": lambda found: found.pop("optimizer"),
-    "nn": lambda found: found["model"]["norm"].update(dtype="nn"),
-    "shape": lambda found: found["model"]["norm"].update(shape="ab"),
-    "dim": lambda found: found["model"]["down"]["partition"].update(dim=7),
-}
-
-
-@pytest.mark.parametrize("entry", METADATA)
-def test_metadata_with_a_wrong_entry(ranks, tmp_path, capsys, entry):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    file = tmp_path / "step_1" / "metadata.json"
-    found = json.loads(file.read_text())
-    METADATA[entry](found)
-    file.write_text(json.dumps(found))
-    resharded = ["reshard", str(tmp_path / "r"), "--tp", "1"]
-    commands = ["inspect"], ["merge", str(tmp_path / "m")], resharded
-    for reason in ("metadata.json has", "truncated or broken"):
-        for name, *rest in commands:
-            assert main([name, str(tmp_path / "step_1"), *rest]) == 1
-            assert f"{file}" in (error := capsys.readouterr().err) and reason in error, error
-        (tmp_path / "step_1" / "done").write_text("1")
 
 
 def test_a_shard_that_another_library_lost(ranks, tmp_path, capsys):

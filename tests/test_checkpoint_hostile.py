@@ -18,7 +18,7 @@ from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.optimizer import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import checkpointing, parallel_state
 from tutorial_lib.storage import digest_of
-from tutorial_lib.storage.objects import TensorReference, write_object
+from tutorial_lib.storage.xser import save
 
 MODEL, OPTIM = (f"{part}/dp_rank_00_tp_rank_00_pp_rank_00.pt" for part in ("model", "optim"))
 
@@ -149,9 +149,9 @@ def huge_array(folder):
 
 
 def without_number(folder):
-    reference = TensorReference(0)
-    del reference.tid
-    write_object({"a": reference}, folder / MODEL, references=True)
+    save(torch.load(folder / MODEL), folder / MODEL, xser=True)
+    content = (folder / MODEL).read_bytes()
+    (folder / MODEL).write_bytes(content.replace(b"tid", b"dit"))
     signed(folder, MODEL)
 
 
@@ -188,6 +188,14 @@ HOSTILE = {
         (folder / "metadata.json").write_text('{"a":' * 100_000),
         signed(folder, "metadata.json"),
     ),
+    "half the metadata": lambda folder: (
+        os.truncate(folder / "metadata.json", 300),
+        signed(folder, "metadata.json"),
+    ),
+    "no ties": lambda folder: metadata(folder, lambda found: found.pop("tied")),
+    "no optimizer": lambda folder: metadata(folder, lambda found: found.pop("optimizer")),
+    "a configuration of 5": lambda folder: metadata(folder, lambda found: found.update(config=5)),
+    "a dtype that is a module": layout("norm", dtype="nn"),
     "sizes of 10¹⁵": partition(sizes=[10**15]),
     "a full shape of 10¹⁵": layout("norm", shape=[10**15]),
     "a shape below zero": layout("norm", shape=[-4]),

@@ -47,8 +47,7 @@ def reference():
     return hugging_face_reference(HuggingFaceBert, CONFIG).eval()
 
 
-@pytest.mark.parametrize("use_xser", [False, True])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("tp", "use_xser"), [(1, True), (2, False), (4, True)])
 def test_merged_bert_is_hugging_faces(ranks, tmp_path, tp, use_xser):
     ranks(save_bert, str(tmp_path / "run"), True, use_xser, world_size=tp, tp=tp)
     assert main(["verify", str(tmp_path / "run")]) == 0
@@ -66,19 +65,11 @@ def test_merged_bert_is_hugging_faces(ranks, tmp_path, tp, use_xser):
 def test_split_and_merge_are_the_identity(tmp_path, tp):
     reference().save_pretrained(tmp_path / "hf", max_shard_size="20kB")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
-    options = [
-        "--tp",
-        str(tp),
-        "--pad",
-        "--option",
-        "shard_mlp=true",
-        "--option",
-        "shard_vocabulary=true",
-    ]
+    options = f"--tp {tp} --pad --option shard_mlp=true --option shard_vocabulary=true".split()
     assert main(["split", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), *options]) == 0
     assert main(["verify", str(tmp_path / "run" / "step_0")]) == 0
     shards = Shards(tags.latest(tmp_path / "run"))
-    assert [rank for _, rank, _, _ in shards.found()] == list(range(tp)), "rank 10 comes after 9"
+    assert [rank for _, rank, _ in shards.found()] == list(range(tp)), "rank 10 comes after 9"
     assert main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     original = {}
     for file in (tmp_path / "hf").glob("*.safetensors"):
@@ -165,9 +156,14 @@ def zero_straight(dtype):
     return state(model), masters(optimizer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"use_xser": True}, {"async_save": True}], ids=["plain", "xser", "async"]
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"use_xser": True}),
+        (torch.bfloat16, {"async_save": True}),
+    ],
+    ids=["plain", "xser", "async"],
 )
 def test_zero1_resume_is_exact(ranks, tmp_path, dtype, options):
     before = ranks(zero_start, str(tmp_path), dtype, world_size=4, tp=2, **options)
@@ -183,15 +179,7 @@ def test_zero1_resume_is_exact(ranks, tmp_path, dtype, options):
 # configuration.
 @pytest.mark.parametrize(
     ("world_size", "tp", "tool"),
-    [
-        (2, 1, False),
-        (4, 4, False),
-        (2, 2, False),
-        (1, 1, False),
-        (2, 1, True),
-        (2, 2, True),
-        (1, 1, True),
-    ],
+    [(2, 1, False), (4, 4, False), (1, 1, False), (2, 1, True), (2, 2, True), (1, 1, True)],
 )
 def test_zero1_at_another_mesh(ranks, tmp_path, world_size, tp, tool):
     dtype, tag = torch.bfloat16, "step_3"

@@ -43,7 +43,7 @@ else:
     from tutorial_lib.checkpoint import merge, reshard  # loaded before the clock starts
     def work(source, target):
         if action == "merge":
-            merge.merge(source, target, "own")
+            merge.merge(source, target)
         else:
             reshard.reshard(source, target, int(action))
 threading.Thread(target=watch, daemon=True).start()
@@ -60,9 +60,9 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
     largest tensor.
     """
     from tutorial_lib.checkpoint.layout import Layout, shard_name, to_json, write_metadata
-    from tutorial_lib.checkpoint.reshard import write_weights
-    from tutorial_lib.checkpoint.tools import write_checkpoint
+    from tutorial_lib.checkpoint.tools import mesh_of, write_checkpoint
     from tutorial_lib.parallel_layers.sharding import Partition
+    from tutorial_lib.storage.xser import save
 
     def cut(shape: tuple[int, int], dim: int, matrices: int = 1) -> Layout:
         sizes = (shape[dim] // matrices,) * matrices
@@ -81,20 +81,18 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
         layouts |= {f"layers.{count}.{name}": layout for name, layout in layer.items()}
         count += 1
 
-    mesh = {"world": TP, "tp": TP, "dp": 1, "pp": 1, "cp": 1}
+    mesh = mesh_of(TP, 1)
 
     def tensor(layout: Layout) -> torch.Tensor:
         make = torch.rand if layout.partition else torch.ones
         return make(layout.local_shape())
 
-    def write(aside: Path) -> dict:
+    def write(aside: Path) -> None:
         nothing = {"architecture": "benchmark", "config": None, "tied": [], "optimizer": None}
-        written = write_metadata(aside, {"mesh": mesh, "model": to_json(layouts), **nothing})
+        write_metadata(aside, {"mesh": mesh, "model": to_json(layouts), **nothing})
         for rank in range(TP):
-            weights = {name: lambda x=x: tensor(x) for name, x in layouts.items()}
-            file = aside / "model" / shard_name(0, rank)
-            written |= write_weights(weights, layouts, [], file, xser=False)
-        return written
+            weights = {name: tensor(layout) for name, layout in layouts.items()}
+            save(weights, aside / "model" / shard_name(0, rank))
 
     write_checkpoint(folder / "step_1", 1, mesh, write)
     sizes = [4 * torch.Size(x.shape).numel() for x in layouts.values()]

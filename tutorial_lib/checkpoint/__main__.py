@@ -37,8 +37,6 @@ def parser() -> argparse.ArgumentParser:
         "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
         output="a file that ends in .safetensors, or a folder; has to be new",
     )
-    about = "of the tensors; auto: own for a file, huggingface for a folder"
-    merge_.add_argument("--names", choices=merge.NAMES, default="auto", help=about)
     split_ = add("split", "from a Hugging Face folder to a checkpoint", "a Hugging Face folder")
     split_.add_argument("--xser", action="store_true", help="one file a tensor")
     reshard_ = add(
@@ -74,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             tools = {"merge": merge.merge, "split": split.split, "reshard": reshard.reshard}
             print(tools[command](**given, **options) or given["output"])
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -7,6 +7,7 @@ import torch
 
 from ..storage.xser import files_of, is_xser
 from . import tags
+from .layout import Layout
 from .shards import Shards
 from .verify import SMALL
 
@@ -16,7 +17,7 @@ def inspect(path: str | Path) -> str:
     one.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint at `path`.
+        FileNotFoundError, RuntimeError: there is no complete checkpoint at `path`.
     """
     path, lines = Path(path), []
     checkpoint = tags.locate(path)
@@ -27,63 +28,60 @@ def inspect(path: str | Path) -> str:
         for half in tags.incomplete(path):
             lines.append(f"{half.name}: incomplete, left by an interrupted save")
         lines.append("")
-    return "\n".join(lines + _describe(checkpoint))
-
-
-def _describe(checkpoint: tags.Complete) -> list[str]:
-    shards = Shards(checkpoint, check=False)
+    shards = Shards(checkpoint)
     files = [shards.file(*place) for place in shards.found()]
     missing = {name for name in checkpoint.files if not (checkpoint.path / name).is_file()}
     missing |= {str(file.relative_to(shards.path)) for file in shards.missing()}
     size = sum(file.stat().st_size for file in checkpoint.path.rglob("*") if file.is_file())
     form = "one file a tensor (xser)" if any(map(is_xser, files)) else "one file a shard"
-    lines = [
+    lines += [
         f"checkpoint  {checkpoint.path}",
         f"step        {checkpoint.step}",
         f"mesh        {', '.join(f'{axis} {n}' for axis, n in shards.mesh.items())}",
         f"size        {size / 1e6:.1f} MB in {sum(len(files_of(file)) for file in files)} files of "
         f"tensors, {form}",
+        *(
+            _describe_model(shards)
+            if shards.layouts
+            else ["full shapes and layouts are not recorded"]
+        ),
+        f"besides     {', '.join(filter(shards.has, SMALL)) or 'nothing'}",
+        f"missing     {', '.join(sorted(missing)) or 'nothing'}",
     ]
-    layouts = shards.layouts
-    if layouts is None:
-        who = "another library" if shards.metadata is None else "a dict without parameters' marks"
-        lines.append(f"saved by {who}: full shapes and layouts are not recorded")
-    else:
-        ties = shards.metadata["tied"]
-        twice = {name for group in ties for name in group[1:]}
-        once = {name: layout for name, layout in layouts.items() if name not in twice}
-        total = sum(torch.Size(layout.shape).numel() for layout in once.values())
-        kinds = Counter(_name(layout.dtype) for layout in once.values())
-        sharded = sum(layout.partition is not None for layout in layouts.values())
-        optimizer = shards.metadata["optimizer"]
-        where = "on every data-parallel rank"
-        if optimizer and optimizer["zero1"]:
-            where = f"ZeRO-1 over data-parallel groups of {shards.zero_degree}"
-        lines += [
-            f"model       {shards.metadata['architecture']}, {total:,} elements in {len(once)} "
-            f"tensors ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
-            f"tied        {'; '.join(' = '.join(group) for group in ties) or 'nothing'}",
-            f"sharded     {sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on "
-            "every rank",
-            f"optimizer   {'none' if optimizer is None else where}",
-        ]
-    lines.append(f"besides     {', '.join(filter(shards.has, SMALL)) or 'nothing'}")
-    lines.append(f"missing     {', '.join(sorted(missing)) or 'nothing'}")
-    width = max(map(len, layouts or [""]))
-    return lines + [f"{name:{width}}  {_form(layout)}" for name, layout in (layouts or {}).items()]
+    width = max(map(len, shards.layouts or [""]))
+    return "\n".join(
+        lines + [f"{n:{width}}  {_form(x)}" for n, x in (shards.layouts or {}).items()]
+    )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _describe_model(shards: Shards) -> list[str]:
+    layouts, ties, optimizer = shards.layouts, shards.metadata["tied"], shards.metadata["optimizer"]
+    twice = {name for group in ties for name in group[1:]}
+    once = [layout for name, layout in layouts.items() if name not in twice]
+    total = sum(torch.Size(layout.shape).numel() for layout in once)
+    kinds = Counter(str(layout.dtype).removeprefix("torch.") for layout in once)
+    sharded = sum(layout.partition is not None for layout in layouts.values())
+    where = "none" if optimizer is None else "on every data-parallel rank"
+    if optimizer and optimizer["zero1"]:
+        where = f"ZeRO-1 over data-parallel groups of {shards.degree}"
+    return [
+        f"model       {shards.metadata['architecture']}, {total:,} elements in {len(once)} tensors "
+        f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
+        f"tied        {'; '.join(' = '.join(group) for group in ties) or 'nothing'}",
+        f"sharded     {sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on every "
+        "rank",
+        f"optimizer   {where}",
+    ]
 
 
-def _form(layout) -> str:
-    text = f"{'×'.join(map(str, layout.shape)) or 'scalar'} {_name(layout.dtype)}"
-    partition = layout.partition
-    if partition is None:
+def _form(layout: Layout) -> str:
+    dtype = str(layout.dtype).removeprefix("torch.")
+    text = f"{'×'.join(map(str, layout.shape)) or 'scalar'} {dtype}"
+    if (partition := layout.partition) is None:
         return text
     text += f", sharded along dim {partition.dim}"
-    text += f", {len(partition.sizes)} fused" if len(partition.sizes) > 1 else ""
-    shared = f", ranks that share a shard: {partition.replicas}"
-    text += shared if max(partition.replicas) > 1 else ""
+    if len(partition.sizes) > 1:
+        text += f", {len(partition.sizes)} fused"
+    if max(partition.replicas) > 1:
+        text += f", ranks that share a shard: {partition.replicas}"
     return text + (f", padded by {partition.pad}" if partition.pad else "")

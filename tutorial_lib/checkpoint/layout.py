@@ -21,8 +21,8 @@ MAYBE = (dict, type(None))
 ENTRIES = {"mesh": dict, "config": MAYBE, "model": MAYBE, "tied": list, "optimizer": MAYBE}
 
 
-def shard_name(dp: int, tp: int, pp: int = 0) -> str:
-    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+def shard_name(dp: int, tp: int) -> str:
+    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_00.pt"
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,12 @@ class Layout:
     dtype: torch.dtype
     partition: Partition | None = None
 
-    def local_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> torch.Size:
         """The shape of each rank's shard."""
         shape = list(self.shape)
         if self.partition is not None:
             shape[self.partition.dim] = sum(self.partition.local_sizes)
-        return tuple(shape)
-
-    def of(self, dtype: torch.dtype) -> "Layout":
-        """The same with that dtype."""
-        return replace(self, dtype=dtype)
+        return torch.Size(shape)
 
     def at(self, parts: int, pad: bool = False, heads: tuple[int, ...] = ()) -> "Layout":
         """The same tensor at another tensor-parallel degree.
@@ -83,23 +79,23 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     if partition is not None:
         shape[partition.dim] = sum(partition.sizes)
     layout = Layout(tuple(shape), tensor.dtype, partition)
-    if layout.local_shape() != tuple(tensor.shape):
+    if layout.local_shape() != tensor.shape:
         raise ValueError(
             f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a shard of "
-            f"{layout.local_shape()}"
+            f"{tuple(layout.local_shape())}"
         )
     return layout
 
 
 def describe(state: dict[str, torch.Tensor]) -> tuple[dict[str, Layout], list[list[str]]]:
     """The layout of each tensor of `state_dict(keep_vars=True)`, and the groups of names that are
-    one tensor (tied).
+    one tensor.
     """
-    layouts, names = {}, {}
-    for name, tensor in state.items():
-        if isinstance(tensor, torch.Tensor):
-            layouts[name] = layout_of(tensor)
-            names.setdefault(id(tensor), []).append(name)
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    layouts = {name: layout_of(tensor) for name, tensor in tensors.items()}
     return layouts, [group for group in names.values() if len(group) > 1]
 
 
@@ -124,22 +120,20 @@ def _from_json(entry: dict, tp: int) -> Layout:
         partition = Partition(**{k: tuple(v) if type(v) is list else v for k, v in items.items()})
         if partition.parts != tp:
             raise ValueError(f"a tensor is sharded over {partition.parts} ranks of {tp}")
+        if sum(partition.sizes) != entry["shape"][partition.dim]:
+            raise ValueError(f"{entry} has matrices of other sizes than the tensor")
     layout = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), partition)
-    numbers = [*layout.shape, *(partition.local_sizes if partition else ())]
-    if not isinstance(layout.dtype, torch.dtype) or not all(type(n) is int for n in numbers):
+    if not isinstance(layout.dtype, torch.dtype) or not all(type(n) is int for n in layout.shape):
         raise ValueError(f"{entry} does not describe a tensor")
-    if partition is not None and sum(partition.sizes) != layout.shape[partition.dim]:
-        raise ValueError(f"{entry} has matrices of other sizes than the tensor")
     torch.empty(layout.local_shape(), dtype=layout.dtype, device="meta")  # raises for other numbers
     return layout
 
 
 def check_mesh(mesh: dict) -> None:
-    """Raises ValueError or KeyError unless these are the sizes of a mesh."""
-    ranks = mesh["tp"] * mesh["pp"]
-    for axis, size in mesh.items():
-        if type(size) is not int or not 1 <= size <= RANKS or ranks > RANKS:
-            raise ValueError(f"a mesh cannot have {axis} {size!r}, with {ranks} ranks to a model")
+    """Raises ValueError or KeyError unless these are the sizes of a mesh without pipeline stages."""
+    for axis, size in {"tp": mesh["tp"], "pp": mesh["pp"], **mesh}.items():
+        if type(size) is not int or not 1 <= size <= (1 if axis == "pp" else RANKS):
+            raise ValueError(f"a mesh here cannot have {axis} {size!r}")
 
 
 def write_metadata(folder: str | Path, metadata: dict) -> dict[Path, Digest]:

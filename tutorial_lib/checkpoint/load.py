@@ -3,7 +3,6 @@ mesh too.
 """
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,8 +10,9 @@ import torch.distributed as dist
 
 from ..parallel_layers import ranks
 from ..parallel_layers.random import set_rng_state
+from ..storage.objects import to_host
 from . import background, layout, tags
-from .optimizer_state import layouts_at, load_optimizer, read_optimizer
+from .optimizer_state import load_optimizer, read_optimizer
 from .save import parameter_names
 from .shards import Shards
 
@@ -75,46 +75,27 @@ def load_checkpoint(
 
     ranks.together(check)
     source = ranks.together(Shards, ranks.from_rank_zero(lambda: _choose(Path(path), tag)))
-    same = ranks.together(_same_mesh, source)
-    live = model.state_dict(keep_vars=True) if isinstance(model, torch.nn.Module) else None
-    targets, ties = layout.describe(live or {})
-    place = ranks.my_place()
-    if model is not None:
-        if source.layouts is None and live is not None:
+    targets, ties = {}, []
+    if isinstance(model, torch.nn.Module):
+        targets, ties = layout.describe(model.state_dict(keep_vars=True))
+        if source.layouts is None:
             ranks.from_rank_zero(lambda: _check_shared(source, targets))
-        weights = ranks.in_turn(lambda: _weights(source, live, targets, ties, strict), num_workers)
-        file = source.file("model", place.tp, pp=place.pp)
-        ranks.together(_load_model, model, weights, ties, strict, file)
-        del weights
+    if model is not None:
+        ranks.in_turn(lambda: _load_model(source, model, targets, ties, strict), num_workers)
     if optimizer is not None:
         names = parameter_names(model, optimizer)
         state = ranks.in_turn(
-            lambda: read_optimizer(source, targets or None, optimizer, names), num_workers
+            lambda: read_optimizer(source, targets, optimizer, names), num_workers
         )
         ranks.together(_fill, optimizer, state, source.path / "optim", load_optimizer)
     if scheduler is not None:
         state = ranks.together(source.object, "scheduler.pt")
         ranks.together(_fill, scheduler, state, source.path / "scheduler.pt", _load_scheduler)
     if restore_random_state or (restore_random_state is None and optimizer is not None):
-        ranks.together(_restore, source, same)
+        ranks.together(_restore_random_state, source)
     return ranks.together(
         lambda: source.object("user_content.pt") if source.has("user_content.pt") else None
     )
-
-
-def _load_scheduler(scheduler, state: dict) -> None:
-    if isinstance(scheduler, dict):
-        scheduler.update(state)
-    else:
-        scheduler.load_state_dict(state)
-
-
-def _fill(target, state: dict, file: Path, load: Callable[[object, dict], None]) -> None:
-    """`load(target, state)`; raises its objections with the file."""
-    try:
-        load(target, state)
-    except MISFITS as error:
-        raise ValueError(f"{file} is of another {type(target).__name__}: {error}") from error
 
 
 def _choose(folder: Path, tag: str | None) -> tags.Complete:
@@ -128,55 +109,76 @@ def _choose(folder: Path, tag: str | None) -> tags.Complete:
     return chosen
 
 
-def _same_mesh(source: Shards) -> bool:
-    """True if the mesh that saved has the sizes of this one.
+def _fill(target, state: dict, file: Path, load) -> None:
+    """`load(target, state)`; raises its objections with the file."""
+    try:
+        load(target, state)
+    except MISFITS as error:
+        raise ValueError(f"{file} is of another {type(target).__name__}: {error}") from error
 
-    Raises:
-        ValueError: another pipeline-parallel size, for which nothing is resharded; with both.
-    """
-    now = ranks.mesh()
-    if source.pp != now["pp"]:
-        raise ValueError(
-            f"{source.path} was saved with pipeline-parallel size {source.pp}, this run has "
-            f"{now['pp']}"
-        )
-    return source.mesh == now
+
+def _load_scheduler(scheduler, state: dict) -> None:
+    if isinstance(scheduler, dict):
+        scheduler.update(state)
+    else:
+        scheduler.load_state_dict(state)
 
 
 def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
-    """Raises ValueError if another library had other ranks share a shard than the neighbours that
-    share it here.
+    """Looks whether ranks have alike what they share, in a checkpoint of another library. Warns of
+    replicated tensors that differ.
+
+    Raises:
+        ValueError: other ranks share a shard there than the neighbours that share it here.
     """
-    source.layouts = layouts_at(source, targets)
-    for name, saved in source.layouts.items():
-        if saved.partition is not None and max(saved.partition.replicas) > 1:
-            for rank, _ in source.differing(name):
-                raise ValueError(
-                    f"{source.file('model', rank)}: {name} is not what the rank before has of it. "
-                    f"Key and value heads are on the {source.tp} ranks in another order than here"
-                )
-    source.layouts = None
+    source.use_layouts(targets)
+    held, drifted = source.shard("model", 0), []
+    for name in filter(held.__contains__, targets):
+        rank, _ = next(source.differing(name), (None, None))
+        if rank is not None and source.layouts[name].partition is not None:
+            raise ValueError(
+                f"{source.file('model', rank)}: {name} is not what the rank before has of it. Key "
+                f"and value heads are on the {source.tp} ranks in another order than here"
+            )
+        drifted += [] if rank is None else [name]
+    if drifted:
+        warnings.warn(
+            f"{source.path}: {', '.join(drifted)} are replicated and differ between the ranks that "
+            "saved them; a rank takes its own, or at another size that of rank 0",
+            stacklevel=2,
+        )
 
 
-def _weights(
-    source: Shards, live: dict | None, targets: dict, ties: list[list[str]], strict: bool
-) -> dict:
-    """This rank's state dict: its file as it is, or resharded.
+def _load_model(source: Shards, model, targets: dict, ties: list[list[str]], strict: bool) -> None:
+    """Loads this rank's file as it is, or resharded.
 
     Raises:
         ValueError: the checkpoint is of another model, or cannot be resharded; with both degrees.
     """
     place, tp = ranks.my_place(), ranks.mesh()["tp"]
+    file = source.file("model", place.tp)
     if source.tp == tp:
-        return source.shard("model", place.tp, pp=place.pp)
-    if live is None:
+        weights = source.shard("model", place.tp)
+    elif isinstance(model, dict):
         raise ValueError(
             f"{source.path} was saved with tensor-parallel size {source.tp}, this run has {tp}: "
             "give the model, not a dict, to have it resharded"
         )
-    source.layouts = source.layouts or layouts_at(source, targets)
+    else:
+        weights = _resharded(source, targets, ties, place.tp)
+    if isinstance(model, dict):
+        model.update(to_host(weights, copy=True))
+        return
+    weights = _settle_ties(weights, ties, file)
+    _fill(model, weights, file, lambda model, state: model.load_state_dict(state, strict=strict))
+
+
+def _resharded(
+    source: Shards, targets: dict[str, layout.Layout], ties: list[list[str]], rank: int
+) -> dict:
+    source.use_layouts(targets)
     saved, tied = source.layouts, {name: group for group in ties for name in group}
-    result = {}
+    result = {name: None for name in saved if name not in targets}  # unexpected
     for name, target in targets.items():
         origin = next((n for n in (name, *tied.get(name, ())) if n in saved), None)
         if origin is None:
@@ -186,46 +188,8 @@ def _weights(
                 f"{source.path} (tensor-parallel size {source.tp}): {name} has full shape "
                 f"{saved[origin].shape}, {target.shape} here"
             )
-        result[name] = source.to(origin, source.weight(origin), target, place.tp)
-    if excess := [name for name in saved if name not in targets]:
-        result |= dict.fromkeys(excess) if strict else {}
+        result[name] = source.to(origin, source.weights(origin), target, rank)
     return result
-
-
-def _load_model(model, weights: dict, ties: list[list[str]], strict: bool, file: Path) -> None:
-    if isinstance(model, dict):
-        model.update(weights)
-        return
-    live = model.state_dict(keep_vars=True)
-    weights = _settle_ties(weights, ties, file)
-    missing, unexpected = sorted(live.keys() - weights.keys()), sorted(weights.keys() - live.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"{file} is of another model: missing keys: {_some(missing)}; unexpected keys: "
-            f"{_some(unexpected)}"
-        )
-    tensors = {
-        name: (weights[name], live[name])
-        for name in sorted(live.keys() & weights.keys())
-        if isinstance(live[name], torch.Tensor) and isinstance(weights[name], torch.Tensor)
-    }
-    if wrong := [
-        f"{name} {tuple(saved.shape)}, here {tuple(here.shape)}"
-        for name, (saved, here) in tensors.items()
-        if saved.shape != here.shape
-    ]:
-        raise ValueError(f"{file} is of another model: {_some(wrong)}")
-    cast = [name for name, (saved, here) in tensors.items() if saved.dtype != here.dtype]
-    if cast and dist.get_rank() == 0:
-        saved, here = tensors[cast[0]]
-        warnings.warn(
-            f"{file}: {len(cast)} tensors change dtype, {cast[0]}: {saved.dtype} → {here.dtype}",
-            stacklevel=2,
-        )
-    try:
-        model.load_state_dict(weights, strict=strict)
-    except MISFITS as error:
-        raise ValueError(f"{file} is of another model: {error}") from error
 
 
 def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> dict:
@@ -249,13 +213,9 @@ def _settle_ties(weights: dict, ties: list[list[str]], file: Path) -> dict:
     return result
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown or 'none'}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _restore(source: Shards, same: bool) -> None:
-    if source.has("random_state.pt") and same:
+def _restore_random_state(source: Shards) -> None:
+    there = source.has("random_state.pt")
+    if there and source.mesh == ranks.mesh():
         state = source.object("random_state.pt")
         try:
             set_rng_state(state["ranks"][dist.get_rank()])
@@ -264,6 +224,6 @@ def _restore(source: Shards, same: bool) -> None:
             raise ValueError(f"{file} does not hold the random states: {error}") from error
     elif dist.get_rank() == 0:
         why = "does not hold any"
-        if source.has("random_state.pt"):
+        if there:
             why = f"was saved on mesh {source.mesh}, not {ranks.mesh()}"
         warnings.warn(f"random states stay as they are: {source.path} {why}", stacklevel=2)

@@ -3,64 +3,33 @@
 """
 
 import json
-import mmap
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from ..storage import replaced_by, write_text
-from ..storage.disk import reserve
-from . import tags
-from .architectures import describe_model, model_of, read_config
-from .shards import Shards, check_knows_layouts
-from .tools import check_output, progress
+from ..storage import write_file, write_text
+from .architectures import model_of
+from .shards import Shards
+from .tools import check_output, open_checkpoint, progress
 
-NAMES = ("auto", "huggingface", "own")
-
-
-def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) -> Shards:
-    """The checkpoint at `path`, or the latest one in the folder `path`, with its layouts.
-
-    Args:
-        config: the folder of the Hugging Face model, for a checkpoint that does not say how its
-            tensors are sharded, such as one of the vendor's library.
-        options: arguments of the parallel model's class then.
-    """
-    shards = Shards(tags.locate(path))
-    if shards.layouts is None and config is not None:
-        theirs = read_config(config)
-        shards.layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
-        found = shards.shard("model", 0)  # whose dtypes may be others
-        shards.layouts = {
-            name: layout.of(found[name].dtype) if torch.is_tensor(found.get(name)) else layout
-            for name, layout in shards.layouts.items()
-        }
-        shards.metadata = {
-            "architecture": model_of(theirs.to_dict()).__name__,
-            "config": json.loads(theirs.to_json_string(use_diff=False)),
-            "mesh": {"world": shards.tp, "tp": shards.tp, "dp": 1, "pp": shards.pp, "cp": 1},
-            "tied": ties,
-            "optimizer": None,
-        }
-    return check_knows_layouts(shards)
+TYPES = {  # by safetensors' names
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def merge(
-    source: str | Path,
-    output: str | Path,
-    names: str = "auto",
-    config: str | Path | None = None,
-    **options,
+    source: str | Path, output: str | Path, config: str | Path | None = None, **options
 ) -> Path:
     """Merges the weights of a checkpoint.
 
     Args:
         source: a checkpoint, or a folder of them: the latest.
-        output: a file that ends in `.safetensors`, or a folder to be.
-        names: `huggingface`, `own`, or `auto`: Hugging Face's for a folder.
-        config, options: see `open_checkpoint`.
+        output: a file that ends in `.safetensors`, for the names that the tensors have here, or a
+            folder to be, for Hugging Face's.
+        config, options: see `tools.open_checkpoint`.
 
     Returns:
         The safetensors file.
@@ -69,67 +38,48 @@ def merge(
         ValueError, FileNotFoundError, FileExistsError: see `tools`; an architecture that is not
             known, a broken file.
     """
-    if names not in NAMES:
-        raise ValueError(f"names {names!r} is not one of {', '.join(NAMES)}")
     shards = open_checkpoint(source, config, options)
     output = check_output(output, source, shards.path)
-    is_file, settings = output.suffix == ".safetensors", shards.metadata["config"]
-    theirs = names == "huggingface" or (names == "auto" and not is_file)
-    names_of = model_of(settings).published_names if theirs else lambda name: (name,)
     twice = {name for group in shards.metadata["tied"] for name in group[1:]}
-    once = {name: names_of(name) for name in shards.layouts if name not in twice}
-    target = output if is_file else output / "model.safetensors"
+    names = {name: (name,) for name in shards.layouts if name not in twice}
+    if output.suffix == ".safetensors":
+        target = output
+    else:
+        target, settings = output / "model.safetensors", shards.metadata["config"]
+        published_names = model_of(settings).published_names
+        names = {name: published_names(name) for name in names}
+        classes = settings.get("architectures") or [shards.metadata["architecture"]]
+        text = json.dumps(settings | {"architectures": classes}, indent=2, sort_keys=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _merge(shards, once, target)
-        if not is_file:
-            classes = settings.get("architectures") or [shards.metadata["architecture"]]
-            text = json.dumps(settings | {"architectures": classes}, indent=2, sort_keys=True)
-            write_text(output / "config.json", text + "\n")
-    except BaseException:
-        if not is_file:
-            target.unlink(missing_ok=True)
-        raise
+    write_file(target, lambda file: _write(shards, names, file))
+    if target != output:
+        write_text(output / "config.json", text + "\n")
     return target
 
 
-def _merge(shards: Shards, names: dict[str, tuple[str, ...]], target: Path) -> None:
-    """Lays the file out with tensors that are never touched, so that they take no memory, and fills
-    in one tensor at a time.
+def _write(shards: Shards, names: dict[str, tuple[str, ...]], file: BinaryIO) -> None:
+    """Writes the tensors in safetensors' format, one after the other: the length of a header, which
+    says where each tensor is; the header; their data, the largest elements first, so that each is
+    at a multiple of its element's size.
     """
-    empty = {}
-    for name, theirs in names.items():
-        layout = shards.layouts[name]
-        shards.weight(name)  # raises if they do not have these shapes
-        shape, dim = list(layout.shape), layout.partition.dim if layout.partition else 0
-        sizes = layout.partition.sizes if len(theirs) > 1 else (shape[dim] if shape else 1,)
-        for their, size in zip(theirs, sizes, strict=True):
-            if shape:
-                shape[dim] = size
-            empty[their] = torch.empty(shape, dtype=layout.dtype, device="cpu")
-    with replaced_by(target) as aside:
-        reserve(aside, sum(tensor.nbytes for tensor in empty.values()))
-        try:
-            save_file(empty, aside, {"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{target}: {error}") from error
-        reserve(aside, aside.stat().st_size)
-        with open(aside, "r+b") as file, mmap.mmap(file.fileno(), 0) as room:
-            length = int.from_bytes(room[:8], "little")
-            header = json.loads(room[8 : 8 + length])
-            for name, theirs in progress(names.items(), "merge"):
-                whole, layout = shards.whole(name), shards.layouts[name]
-                several = len(theirs) > 1
-                pieces = (
-                    whole.split(layout.partition.sizes, layout.partition.dim)
-                    if several
-                    else [whole]
-                )
-                for their, piece in zip(theirs, pieces, strict=True):
-                    start, end = (8 + length + at for at in header[their]["data_offsets"])
-                    if piece.numel():
-                        place = torch.frombuffer(
-                            room, dtype=piece.dtype, count=piece.numel(), offset=start
-                        )
-                        place.copy_(piece.reshape(-1))
-                        del place
+    layouts, header, at = shards.layouts, {"__metadata__": {"format": "pt"}}, 0
+    order = sorted(names, key=lambda name: -layouts[name].dtype.itemsize)
+    for name in order:
+        shape, dtype, partition = layouts[name].shape, layouts[name].dtype, layouts[name].partition
+        if dtype not in TYPES:
+            raise ValueError(f"{name} is {dtype}, which a safetensors file does not hold")
+        for number, theirs in enumerate(names[name]):
+            shape = list(shape)
+            if len(names[name]) > 1:
+                shape[partition.dim] = partition.sizes[number]
+            start, at = at, at + torch.Size(shape).numel() * dtype.itemsize
+            header[theirs] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [start, at]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in progress(order, "merge"):
+        held, partition = shards.weights(name), layouts[name].partition
+        whole = partition.merge(held) if partition else held[0]
+        fused = len(names[name]) > 1
+        for matrix in whole.split(partition.sizes, partition.dim) if fused else [whole]:
+            file.write(matrix.reshape(-1).view(torch.uint8).numpy())

@@ -7,13 +7,13 @@ parameter, or a scalar. ZeRO-1 keeps shards of these in `base_state` and `sharde
 import torch
 
 from ..parallel_layers import ranks
-from ..parallel_layers.flat_shards import take_shard
+from ..storage.objects import to_host
 from .layout import Layout
 from .shards import MASTERS, Shards
 
 
 def read_optimizer(
-    source: Shards, targets: dict[str, Layout] | None, optimizer, names: list[str] | None
+    source: Shards, targets: dict[str, Layout], optimizer, names: list[str] | None
 ) -> dict:
     """This rank's state dict of an optimizer, resharded if the mesh or the kind of optimizer is
     another.
@@ -32,99 +32,44 @@ def read_optimizer(
         raise FileNotFoundError(
             f"{folder} is missing: the checkpoint was saved without an optimizer"
         )
-    if names is not None and saved is not None and set(names) != set(saved):
-        other = ", ".join(sorted(set(names) ^ set(saved))[:3])
-        raise ValueError(f"{folder} is of another optimizer: {other} on one side only")
-    place, tp = ranks.my_place(), ranks.mesh()["tp"]
-    live = optimizer if isinstance(optimizer, dict) else optimizer.state_dict()
-    into_dict = isinstance(optimizer, dict)
+    if None not in (names, saved) and names != saved:
+        other = next((a, b) for a, b in zip([*names, None], [*saved, None]) if a != b)
+        raise ValueError(
+            f"{folder} is of another optimizer: its groups hold {other[1]} where {other[0]} is here"
+        )
+    place, tp, into_dict = ranks.my_place(), ranks.mesh()["tp"], isinstance(optimizer, dict)
+    live = optimizer if into_dict else optimizer.state_dict()
     zero1 = source.zero1 if into_dict else "base_state" in live
-    degree = place.replicas if zero1 else 1
-    fits = source.tp == tp and zero1 == source.zero1 and (not zero1 or source.zero_degree == degree)
-    if fits and (names == saved or None in (names, saved)):
-        state = source.read("optim", place.tp, place.dp if zero1 else 0, place.pp)
-        if into_dict or live.keys() - {MASTERS} <= state.keys():
-            return state
-    if into_dict or names is None or targets is None:
+    degree, dp = (place.replicas, place.dp) if zero1 else (1, 0)
+    if (source.tp, source.zero1, source.degree) == (tp, zero1, degree):
+        state = source.shard("optim", place.tp, dp)
+        if into_dict or live.keys() - {MASTERS} <= state.keys():  # else it is the vendor's
+            return to_host(state, copy=True)
+    if into_dict or names is None or not targets:
         needed = "give the optimizer, not a dict" if into_dict else "give the model too"
         raise ValueError(
             f"{source.path}: the optimizer was saved at tensor-parallel size {source.tp} with "
-            f"{source.zero_degree} shards, this run has {tp} and {degree}: to have it resharded, "
+            f"{source.degree} shards, this run has {tp} and {degree}: to have it resharded, "
             f"{needed}"
         )
     source.parameters = saved or names
-    source.layouts = source.layouts or layouts_at(source, targets)
-    return _resharded(source, targets, live, names, place, zero1)
-
-
-def layouts_at(source: Shards, targets: dict[str, Layout]) -> dict[str, Layout]:
-    """How a checkpoint that does not say so shards its tensors: as this model does, at the saved
-    degree.
-
-    Raises:
-        ValueError: they cannot be sharded so; with the tensor and the degree.
-    """
-    found = {}
-    for name, target in targets.items():
-        try:
-            found[name] = target.at(source.tp, pad=True)
-        except ValueError as error:
-            raise ValueError(
-                f"{source.path} was saved with tensor-parallel size {source.tp} and does not say "
-                f"how {name} is sharded: {error}"
-            ) from error
-    return found
-
-
-def _resharded(
-    source: Shards,
-    targets: dict[str, Layout],
-    live: dict,
-    names: list[str],
-    place: ranks.Place,
-    zero1: bool,
-) -> dict:
+    source.use_layouts(targets)
     state, masters = {}, {}
-    for number, name in enumerate(names):
-        for field in source.fields(name):
-            value = source.state(name, field)
-            if isinstance(value, list):
-                value = source.to(name, value, targets[name], place.tp)
-                size, rank = (place.replicas, place.dp) if zero1 else (1, 0)
-                flat = take_shard(value, rank, size, value.dtype)
-                value = flat if zero1 else flat.view(value.shape)
-            (masters if field == MASTERS else state.setdefault(number, {}))[
-                number if field == MASTERS else field
-            ] = value
-    if masters and not zero1:
-        for number, master in masters.items():
-            if master.dtype != targets[names[number]].dtype:
-                raise ValueError(
-                    f"{source.path} holds {master.dtype} masters of {names[number]} and others, "
-                    "which need ZeRO-1"
-                )
-    result = {**live, "param_groups": _groups(source, live["param_groups"], names)}
-    result["base_state" if zero1 else "state"] = state
-    result.pop(MASTERS, None)
-    return result | ({MASTERS: masters} if masters and zero1 else {})
-
-
-def _groups(source: Shards, live: list[dict], names: list[str]) -> list[dict]:
-    """The saved groups' settings with this optimizer's numbers of the same parameters."""
-    saved = {
-        frozenset(source.parameters[n] for n in group["params"]): group
-        for group in source.state_head()["param_groups"]
-    }
-    groups = []
-    for group in live:
-        members = frozenset(names[n] for n in group["params"])
-        if members not in saved:
+    for number, field, value, make in source.state_at(targets, place.tp, degree, zero1):
+        value = make()[dp] if make else value
+        if field != MASTERS:
+            state.setdefault(number, {})[field] = value
+        elif zero1:
+            masters[number] = value
+        elif value.dtype != targets[names[number]].dtype:
             raise ValueError(
-                f"{source.path}: the optimizer's group with {min(members, default='nothing')} has "
-                "other parameters than when it was saved"
+                f"{source.path} holds {value.dtype} masters of {names[number]} and others, "
+                "which need ZeRO-1"
             )
-        groups.append({**saved[members], "params": group["params"]})
-    return groups
+    groups = source.state_head()["param_groups"]
+    result = {**live, "param_groups": groups, "base_state" if zero1 else "state": state}
+    result.pop(MASTERS, None)
+    return result | ({MASTERS: masters} if masters else {})
 
 
 def load_optimizer(optimizer, state: dict) -> None:

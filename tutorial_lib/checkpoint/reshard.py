@@ -2,18 +2,16 @@
 masters with it.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
-from ..parallel_layers.flat_shards import shard_length, take_shard
 from ..parallel_layers.utils import ensure_positive
-from ..storage.xser import Digests, Filled, blank, is_xser, save
+from ..storage.xser import blank, is_xser, load, room_for, save
 from .architectures import layout_at
 from .layout import Layout, shard_name, to_json, write_metadata
-from .merge import open_checkpoint
 from .shards import MASTERS, Shards
-from .tools import check_output, progress, write_checkpoint
+from .tools import check_output, mesh_of, open_checkpoint, progress, write_checkpoint
+from .verify import check_small
 
 
 def reshard(
@@ -37,7 +35,7 @@ def reshard(
         dp: data-parallel size, which matters for the shards of ZeRO-1; by default as before.
         xser: tensor by tensor; by default as before.
         pad: pad a vocabulary that `tp` does not divide and that was not padded before.
-        config, options: see `merge.open_checkpoint`; the optimizer's state is left out then.
+        config, options: see `tools.open_checkpoint`; the optimizer's state is left out then.
 
     Raises:
         ValueError: a degree that does not fit, with the tensor and the numbers. For others see
@@ -45,104 +43,74 @@ def reshard(
     """
     shards = open_checkpoint(source, config, options)
     output = check_output(output, source, shards.path)
-    before = shards.metadata["mesh"]
+    metadata, before = shards.metadata, shards.metadata["mesh"]
     dp = before["dp"] if dp is None else dp
     ensure_positive(tp=tp, dp=dp)
     xser = is_xser(shards.file("model", 0)) if xser is None else xser
-    settings = shards.metadata["config"]
-    targets = {n: layout_at(n, x, tp, settings, pad) for n, x in shards.layouts.items()}
-    mesh = {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
+    targets = {n: layout_at(n, x, tp, metadata["config"], pad) for n, x in shards.layouts.items()}
+    mesh = mesh_of(tp, dp)
     small = ["scheduler.pt", "user_content.pt"] + ["random_state.pt"] * (mesh == before)
 
-    def write(aside: Path) -> Digests:
-        written = write_metadata(
-            aside, {**shards.metadata, "mesh": mesh, "model": to_json(targets)}
-        )
+    def write(aside: Path) -> None:
+        write_metadata(aside, {**metadata, "mesh": mesh, "model": to_json(targets)})
         for rank in range(tp):
-            weights = {
-                name: lambda name=name, rank=rank: shards.to(
-                    name, shards.weight(name), targets[name], rank
-                )
-                for name in targets
-            }
-            file = aside / "model" / shard_name(0, rank)
-            written |= write_weights(weights, targets, shards.metadata["tied"], file, xser)
-        if shards.metadata["optimizer"] is not None:
-            for rank in range(tp):
-                written |= _write_state(
-                    shards, targets, aside, rank, dp if shards.zero1 else 1, xser
-                )
+            _write_weights(shards, targets, rank, aside / "model" / shard_name(0, rank))
+            if metadata["optimizer"] is not None:
+                _write_state(shards, targets, rank, dp if shards.zero1 else 1, aside / "optim")
+        for file in sorted(aside.glob("*/*.pt")) if xser else ():
+            save(load(file, mmap=True), file, xser=True)
         for name in filter(shards.has, small):
-            written |= save(shards.object(name), aside / name)
-        return written
+            check_small(shards, name)
+            save(shards.object(name), aside / name)
 
     write_checkpoint(output, shards.checkpoint.step, mesh, write)
 
 
-def write_weights(
-    weights: dict, targets: dict[str, Layout], tied: list[list[str]], file: Path, xser: bool
-) -> Digests:
-    """Writes the shards of one rank, each `weights[name]()` when its turn comes."""
+def _write_weights(shards: Shards, targets: dict[str, Layout], rank: int, file: Path) -> None:
+    first = {name: group[0] for group in shards.metadata["tied"] for name in group}
     blanks = {name: blank(x.local_shape(), x.dtype) for name, x in targets.items()}
-    first = {name: group[0] for group in tied for name in group}
-    target = Filled({name: blanks[first.get(name, name)] for name in targets}, file, xser)
-    for name in progress([n for n in targets if first.get(n, n) == n], file.name):
-        target.put(blanks[name], weights[name]())
-    return target.close()
+    with room_for({name: blanks[first.get(name, name)] for name in targets}, file) as room:
+        for name in progress([n for n in targets if first.get(n, n) == n], file.name):
+            room[name].copy_(shards.to(name, shards.weights(name), targets[name], rank))
 
 
 def _write_state(
-    shards: Shards, targets: dict[str, Layout], aside: Path, tp: int, places: int, xser: bool
-) -> Digests:
+    shards: Shards, targets: dict[str, Layout], tp: int, places: int, folder: Path
+) -> None:
     """Writes the optimizer's state of one tensor-parallel rank, ZeRO-1's for each place."""
-    names, files, blanks, written = shards.parameters, [], [], {}
-    for place in range(places):
-        state, masters, mine = {}, {}, {}
-        for number, name in enumerate(names):
-            for field in shards.fields(name):
-                value = shards.state_shards(name, field)
-                if isinstance(value, list):
-                    shape = targets[name].local_shape()
-                    if shards.zero1:
-                        shape = (shard_length(torch.Size(shape).numel(), places),)
-                    value = mine[name, field] = blank(shape, value[0][0].dtype)
-                if field == MASTERS:
-                    masters[number] = value
-                else:
-                    state.setdefault(number, {})[field] = value
-        content = _content(shards, targets, state, masters, place, places)
-        blanks.append(mine)
-        files.append(Filled(content, aside / "optim" / shard_name(place, tp), xser))
-    for name, field in progress(blanks[0], f"optimizer {tp}"):
-        value = shards.to(name, shards.state(name, field), targets[name], tp)
-        for place, file in enumerate(files):
-            shard = take_shard(value, place, places, value.dtype) if shards.zero1 else value
-            file.put(blanks[place][name, field], shard)
-    for file in files:
-        written |= file.close()
-    return written
-
-
-def _content(
-    shards: Shards, targets: dict[str, Layout], state: dict, masters: dict, place: int, places: int
-) -> dict:
-    """The state dict of an optimizer, as it is for this place."""
+    state, masters, makers = {}, {}, []
+    for number, field, value, make in shards.state_at(targets, tp, places, shards.zero1):
+        if field == MASTERS:
+            masters[number] = value
+        else:
+            state.setdefault(number, {})[field] = value
+        makers += [(number, field, make)] if make else []
     head = shards.state_head()
-    if not shards.zero1:
-        return head | {"state": state}
+    content = head | {"state": state}
+    if shards.zero1:
+        infos = _shape_info(shards, targets, head.get("shape_info", {}), places)
+        content = head | {"state": {}, "base_state": state, "shape_info": infos}
+        content |= {MASTERS: masters} if masters else {}
+    with ExitStack() as stack:
+        rooms = []
+        for place in range(places):
+            here = {"sharding": {"rank": place, "size": places}} if shards.zero1 else {}
+            file = folder / shard_name(place, tp)
+            rooms.append(stack.enter_context(room_for(content | here, file)))
+        for number, field, make in progress(makers, f"optimizer {tp}"):
+            for room, shard in zip(rooms, make(), strict=True):
+                entries = room["base_state" if shards.zero1 else "state"]
+                held = room[MASTERS][number] if field == MASTERS else entries[number][field]
+                held.copy_(shard)
+
+
+def _shape_info(shards: Shards, targets: dict[str, Layout], saved: dict, places: int) -> dict:
+    """See `optimizer.zero1_state`."""
     infos = {}
     for number, name in enumerate(shards.parameters):
-        shape, info = list(targets[name].local_shape()), head["shape_info"].get(number)
-        info = dict(info) if isinstance(info, dict) else {}
-        if targets[name].partition is not None:
-            info["num_partitions"] = targets[name].partition.parts
-        padding = -torch.Size(shape).numel() % places
-        infos[number] = info | {"shape": shape, "padding": padding}
-    return {
-        "state": {},
-        "param_groups": head["param_groups"],
-        "base_state": state,
-        "shape_info": infos,
-        "sharding": {"rank": place, "size": places},
-        **({MASTERS: masters} if masters else {}),
-    }
+        shape, partition = targets[name].local_shape(), targets[name].partition
+        infos[number] = saved.get(number, {}) | {"shape": list(shape)}
+        infos[number]["padding"] = -shape.numel() % places
+        if partition is not None:
+            infos[number]["num_partitions"] = partition.parts
+    return infos

@@ -1,7 +1,7 @@
 """`save_checkpoint`: everything that a run needs to go on, written aside and published as a whole.
 
     <folder>/<tag>/checkpoint           a checkpoint was begun here
-    <folder>/<tag>/model/<shard>        a state dict for each tensor- and pipeline-parallel rank
+    <folder>/<tag>/model/<shard>        a state dict for each tensor-parallel rank
     <folder>/<tag>/optim/<shard>        likewise; ZeRO-1: for each data-parallel rank too
     <folder>/<tag>/scheduler.pt  user_content.pt  random_state.pt
     <folder>/<tag>/metadata.json        mesh, full shapes and layouts: what tools go by
@@ -23,8 +23,7 @@ from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
 from ..storage import Digest, objects, xser
 from . import background, layout, tags
-
-Job = Callable[[Path], xser.Digests]  # writes something into the folder aside
+from .verify import publish
 
 
 def save_checkpoint(
@@ -80,7 +79,13 @@ def save_checkpoint(
             )
         ranks.check_folder(checkpoint_dir_str)
         tags.check_tag(tag)
-        tags.check_kept(num_kept_ckpts)
+        if num_kept_ckpts not in (None, -1) and (
+            type(num_kept_ckpts) is not int or num_kept_ckpts < 1
+        ):
+            raise ValueError(
+                "num_kept_ckpts must be a positive integer, or -1 or None to keep all, not "
+                f"{num_kept_ckpts!r}"
+            )
         ranks.waves(num_workers)
         if step is not None and (type(step) is not int or step < 0):
             raise ValueError(f"step {step!r} must be an integer from 0 on")
@@ -89,34 +94,46 @@ def save_checkpoint(
                 raise ValueError(f"{name} {what!r} does not have state_dict and is not a dict")
 
     ranks.together(check)
-    folder, tag, mesh = Path(checkpoint_dir_str), str(tag), ranks.mesh()
+    folder, tag, mesh, rank = Path(checkpoint_dir_str), str(tag), ranks.mesh(), dist.get_rank()
     step = _step(tag, user_content) if step is None else step
-    content = ranks.together(_Content, model, optimizer, scheduler, user_content, zero1_optimizer)
-    jobs = content.jobs(use_xser, async_save)
+    small = {"scheduler": _state_of(scheduler), "user_content": user_content}
+    small["random_state"] = {"ranks": ranks.gather(get_rng_state())}
+    weights, state = ranks.together(
+        lambda: (_state_of(model, keep_vars=True), _state_of(optimizer))
+    )
+    zero1 = zero1_optimizer or "base_state" in (state or {})
+    metadata = ranks.together(_metadata, model, optimizer, weights, state, zero1)
+    files = ranks.together(_files, weights, state, small, zero1, use_xser, async_save)
     aside = folder / (tag + tags.INCOMPLETE)
     ranks.from_rank_zero(lambda: str(tags.begin(folder, tag)))
 
     def write() -> dict[str, Digest]:
-        written = {}
-        for job in jobs:
-            written |= job(aside)
+        written = layout.write_metadata(aside, metadata) if rank == 0 else {}
+        for name, value, *how in files:
+            written |= xser.save(value, aside / name, *how)
         return {str(path.relative_to(aside)): digest for path, digest in written.items()}
 
-    def publish(files: dict[str, Digest]) -> None:
-        tags.publish(aside, step, files, mesh)
+    def finish(written: dict[str, Digest]) -> None:
+        publish(aside, step, written, mesh)
         tags.rotate(folder, num_kept_ckpts, tag)
 
+    def work(gather: Callable) -> None:
+        written = {}
+        try:
+            for wave in range(ranks.waves(num_workers)):
+                mine = ranks.local_rank() // num_workers == wave
+                for part in gather(write if mine else dict):
+                    written |= part
+            gather(lambda: finish(written) if rank == 0 else None)
+        except Exception:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
     if async_save:
-        background.start(background.Save(aside, write, publish, ranks.predecessors(num_workers)))
-        return
-    try:
-        written = ranks.in_turn(write, num_workers)
-        files = {name: digest for part in ranks.gather(written) for name, digest in part.items()}
-        ranks.from_rank_zero(lambda: publish(files))
-    except Exception:
-        if dist.get_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+        background.start(work)
+    else:
+        work(lambda function: ranks.gather(ranks.together(function)))
 
 
 def _step(tag: str, user_content) -> int | None:
@@ -131,102 +148,51 @@ def _state_of(what, **options) -> dict | None:
     return what if what is None or isinstance(what, dict) else what.state_dict(**options)
 
 
-class _Content:
-    """What is saved, as seen by one rank."""
+def _files(
+    weights: dict | None, state: dict | None, small: dict, zero1: bool, use_xser: bool, copy: bool
+) -> list[tuple]:
+    """The files that this rank writes, each as a name and the arguments of `xser.save`; with `copy`
+    of copies on the host. All that is saved is checked, on every rank.
+    """
+    place, files = ranks.my_place(), []
+    first = next((t for t in (weights or {}).values() if torch.is_tensor(t)), None)
+    if first is not None and first.device.type == "xla":
+        import torch_xla
 
-    def __init__(self, model, optimizer, scheduler, user_content, zero1: bool):
-        self._model, self._optimizer = model, optimizer
-        self._weights = _state_of(model, keep_vars=True)
-        self._state = _state_of(optimizer)
-        self._zero1 = zero1 or (self._state is not None and "base_state" in self._state)
-        self._small = {
-            "random_state": {"ranks": []},
-            "scheduler": _state_of(scheduler),
-            "user_content": user_content,
-        }
-        self._small = {name: value for name, value in self._small.items() if value is not None}
-
-    def jobs(self, use_xser: bool, copy: bool) -> list[Job]:
-        """What this rank has to write. With `copy` from copies on the host."""
-        layouts, ties = ranks.together(layout.describe, self._weights or {})
-        shards = ranks.together(self._shards, use_xser, copy)
-        states = ranks.gather(get_rng_state())
-        stages = {}  # each pipeline stage holds tensors of its own
-        for part in ranks.gather(layout.to_json(layouts)):
-            stages |= part
-        if dist.get_rank() == 0:
-            self._small["random_state"]["ranks"] = states
-            metadata = self._metadata(stages, ties)
-            shards.append(lambda aside: layout.write_metadata(aside, metadata))
-        return shards + ranks.together(self._objects, copy)
-
-    def _shards(self, use_xser: bool, copy: bool) -> list[Job]:
-        place, jobs = ranks.my_place(), []
-        first = next((t for t in (self._weights or {}).values() if torch.is_tensor(t)), None)
-        if first is not None and first.device.type == "xla":
-            import torch_xla
-
-            torch_xla.sync()  # a graph that is still pending would run once for every tensor
-        for name, value, shared in (
-            ("model", self._weights, True),
-            ("optim", self._state, not self._zero1),
-        ):
-            if value is None:
-                continue
-            objects.check(value, "optimizer" if name == "optim" else name)
-            if name == "model":  # masters are the weights, to more digits
-                objects.check_finite(value, name)
-            if place.dp > 0 and shared and not use_xser:
-                continue
-            value = objects.to_host(value, copy=True) if copy else value
+        torch_xla.sync()  # a graph that is still pending would run once for every tensor
+    for name, value in {"model": weights, "optimizer": state, **small}.items():
+        objects.check(value, name)
+    objects.check_finite(weights or {}, "model")  # masters are the weights, to more digits
+    for part, value, shared in (("model", weights, True), ("optim", state, not zero1)):
+        if value is not None and (use_xser or not shared or place.dp == 0):
+            name = f"{part}/{layout.shard_name(0 if shared else place.dp, place.tp)}"
             among = (place.dp, place.replicas) if shared else (0, 1)
-            file = f"{name}/{layout.shard_name(0 if shared else place.dp, place.tp, place.pp)}"
-            jobs.append(
-                lambda aside, value=value, file=file, among=among: xser.save(
-                    value, aside / file, use_xser, *among
-                )
-            )
-        return jobs
+            files.append((name, value, use_xser, *among))
+    if dist.get_rank() == 0:
+        files += [(f"{name}.pt", value) for name, value in small.items() if value is not None]
+    if copy:
+        files = [(name, objects.to_host(value, True), *how) for name, value, *how in files]
+    return files
 
-    def _objects(self, copy: bool) -> list[Job]:
-        """The small files, which rank 0 writes. They are checked on every rank."""
-        for name, value in self._small.items():
-            objects.check(value, name)
-        if dist.get_rank() > 0:
-            return []
-        held = {name: objects.to_host(value, copy) for name, value in self._small.items()}
-        return [
-            lambda aside, name=name, value=value: xser.save(value, aside / f"{name}.pt")
-            for name, value in held.items()
-        ]
 
-    def _knows_layouts(self) -> bool:
-        """False for `model.state_dict()`: its tensors are not the parameters, and do not have their
-        marks.
-        """
-        given = self._model if isinstance(self._model, dict) else {}
-        parts = [tensor for tensor in given.values() if isinstance(tensor, torch.Tensor)]
-        marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in parts)
-        return marked or not parts or ranks.mesh()["tp"] == 1
-
-    def _metadata(self, layouts: dict, ties: list[list[str]]) -> dict:
-        # without the trainer's wrapper
-        whole = getattr(self._model, "original_module", lambda: self._model)()
-        config, names = (
-            getattr(whole, "config", None),
-            parameter_names(self._model, self._optimizer),
-        )
-        if hasattr(config, "to_json_string"):
-            config = json.loads(config.to_json_string(use_diff=False))
-        optimizer = {"zero1": self._zero1, "parameters": names}
-        return {
-            "mesh": ranks.mesh(),
-            "architecture": type(whole).__name__,
-            "config": config if isinstance(config, dict) else None,
-            "model": layouts if self._knows_layouts() else None,
-            "tied": ties,
-            "optimizer": None if self._state is None else optimizer,
-        }
+def _metadata(model, optimizer, weights: dict | None, state: dict | None, zero1: bool) -> dict:
+    layouts, ties = layout.describe(weights or {})
+    whole = getattr(model, "original_module", lambda: model)()  # without the trainer's wrapper
+    config = getattr(whole, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = json.loads(config.to_json_string(use_diff=False))
+    # The tensors of `model.state_dict()` are not the parameters, and do not have their marks.
+    marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in (weights or {}).values())
+    known = marked or not layouts or ranks.mesh()["tp"] == 1 or not isinstance(model, dict)
+    names = parameter_names(model, optimizer)
+    return {
+        "mesh": ranks.mesh(),
+        "architecture": type(whole).__name__,
+        "config": config if isinstance(config, dict) else None,
+        "model": layout.to_json(layouts) if known else None,
+        "tied": ties,
+        "optimizer": None if state is None else {"zero1": zero1, "parameters": names},
+    }
 
 
 def parameter_names(model, optimizer) -> list[str] | None:

@@ -6,13 +6,15 @@ digest before its first use.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ..storage import xser
+from ..parallel_layers.flat_shards import shard_length, take_shard
+from ..storage import check_file, xser
 from .layout import METADATA, Layout, read_metadata, shard_name
 from .tags import Complete
 
@@ -25,159 +27,150 @@ class Shards:
 
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
-        layouts: how the tensors are sharded, for a checkpoint that does not say so.
-        parameters: the names of the optimizer's parameters; likewise.
-        check: False leaves the comparison with the digests to somebody else.
 
     Attributes:
         path: its folder.
         metadata: as `layout.read_metadata` gives it.
-        mesh, tp, pp: the mesh that saved it.
-        layouts: by name; None if neither the checkpoint nor the caller knows.
+        mesh, tp: the mesh that saved it.
+        layouts: how each tensor is sharded, by name; None where the checkpoint does not say so,
+            until the caller does.
+        parameters: the names of the optimizer's parameters; likewise.
 
     Raises:
         FileNotFoundError, ValueError: a shard or the metadata is missing or broken, with the file's
             name.
     """
 
-    def __init__(
-        self,
-        checkpoint: Complete,
-        layouts: dict[str, Layout] | None = None,
-        parameters: list[str] | None = None,
-        check: bool = True,
-    ):
-        self.checkpoint, self.path, self._hashes = checkpoint, checkpoint.path, check
-        self._checked: set[Path] = set()
+    def __init__(self, checkpoint: Complete):
+        self.checkpoint, self.path = checkpoint, checkpoint.path
         self._open: dict[Path, dict] = {}
         if self.has(METADATA):
-            checkpoint.check(self.path / METADATA)
+            self._check(METADATA)
         self.metadata = read_metadata(self.path)
         found = self._found("model") or self._found("optim")
         if not found and self.metadata is None:
             raise FileNotFoundError(f"{self.path} does not hold a shard in model/ or in optim/")
         self.mesh = checkpoint.mesh or (self.metadata or {}).get("mesh")
         if not self.mesh:
-            self.mesh = {
-                axis: 1 + max(shard[i] for shard in found) for axis, i in (("tp", 1), ("pp", 2))
-            }
-        self.tp, self.pp = self.mesh["tp"], self.mesh["pp"]
-        saved = (self.metadata or {}).get("model")
-        self.layouts = layouts if saved is None else saved
-        optimizer = (self.metadata or {}).get("optimizer") or {}
-        self.parameters = optimizer.get("parameters") or parameters
+            self.mesh = {name: 1 + max(x[i] for x in found) for i, name in ((1, "tp"), (2, "pp"))}
+        if self.mesh["pp"] > 1:
+            raise ValueError(f"{self.path} is of {self.mesh['pp']} pipeline stages; 1 is supported")
+        self.tp, known = self.mesh["tp"], self.metadata or {}
+        self.layouts: dict[str, Layout] | None = known.get("model")
+        self.parameters: list[str] | None = (known.get("optimizer") or {}).get("parameters")
 
     # --- files ------------------------------------------------------------------------------------
 
     def _found(self, part: str) -> list[tuple[int, int, int]]:
         """`(dp, tp, pp)` of each shard that is there. As numbers: rank 10 comes after 9."""
-        folder = self.path / part
-        matches = [SHARD.fullmatch(file.name) for file in folder.glob("*.pt")]
+        matches = [SHARD.fullmatch(file.name) for file in (self.path / part).glob("*.pt")]
         return sorted(tuple(int(n) for n in match.groups()) for match in matches if match)
 
-    def file(self, part: str, tp: int, dp: int = 0, pp: int = 0) -> Path:
-        return self.path / part / shard_name(dp, tp, pp)
+    def file(self, part: str, tp: int, dp: int = 0) -> Path:
+        return self.path / part / shard_name(dp, tp)
 
-    def found(self) -> list[tuple[str, int, int, int]]:
-        """`(part, tp, dp, pp)` of each shard that is there, those of the model first."""
+    def found(self) -> list[tuple[str, int, int]]:
+        """`(part, tp, dp)` of each shard that is there, those of the model first."""
         parts = ("model", "optim")
-        return [(part, tp, dp, pp) for part in parts for dp, tp, pp in self._found(part)]
+        return [(part, tp, dp) for part in parts for dp, tp, _ in self._found(part)]
 
     def missing(self) -> Iterator[Path]:
         """The shards that are not there, although others that belong to them are."""
-        for part, places in (("model", 1), ("optim", self.zero_degree)):
-            if self._found(part) or self._expected(part):
-                for dp in range(places):
-                    for rank in range(self.tp * self.pp):
-                        file = self.file(part, rank // self.pp, dp, rank % self.pp)
-                        if not file.is_file():
-                            yield file
-
-    def _expected(self, part: str) -> bool:
-        return bool((self.metadata or {}).get({"optim": "optimizer"}.get(part, part)))
-
-    def _check(self, file: Path) -> None:
-        """Compares all that belongs to a file with what was written."""
-        if self._hashes and file not in self._checked:
-            name = str(file.relative_to(self.path))
-            others = (n for n in self.checkpoint.files if n.startswith(f"{name}."))
-            for each in {file, *map(self.path.joinpath, others), *xser.files_of(file)}:
-                self.checkpoint.check(each)
-            self._checked.add(file)
+        for part, entry, places in (("model", "model", 1), ("optim", "optimizer", self.degree)):
+            if self._found(part) or (self.metadata or {}).get(entry):
+                files = (self.file(part, tp, dp) for dp in range(places) for tp in range(self.tp))
+                yield from (file for file in files if not file.is_file())
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.files or (self.path / name).is_file()
 
+    def _check(self, name: str) -> None:
+        """Compares all that belongs to a file with what was written."""
+        check_file(self.path / name)
+        for each, digest in self.checkpoint.files.items():
+            if each == name or each.startswith(f"{name}."):
+                check_file(self.path / each, digest)
+
     def object(self, name: str):
         """What the file of that name holds."""
-        self._check(self.path / name)
+        self._check(name)
         return xser.load(self.path / name)
 
-    def read(self, part: str, tp: int, dp: int = 0, pp: int = 0, mmap: bool = False) -> dict:
-        """What one rank saved.
-
-        Args:
-            mmap: leave the tensors in the file until they are used.
+    def shard(self, part: str, tp: int, dp: int = 0) -> dict:
+        """What one rank saved, with tensors that are read from the file when they are used.
 
         Raises:
             FileNotFoundError, ValueError: the file is missing, broken, or not a dict.
         """
-        file = self.file(part, tp, dp, pp)
-        self._check(file)
-        if not isinstance(value := xser.load(file, mmap), dict):
-            raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
-        if part == "model" and not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{file} has keys that are not names of tensors")
-        return value
-
-    def shard(self, part: str, tp: int, dp: int = 0, pp: int = 0) -> dict:
-        """The same, with tensors that are read from the file when they are used."""
-        file = self.file(part, tp, dp, pp)
+        file = self.file(part, tp, dp)
         if file not in self._open:
-            self._open[file] = self.read(part, tp, dp, pp, mmap=True)
+            self._check(str(file.relative_to(self.path)))
+            if not isinstance(value := xser.load(file, mmap=True), dict):
+                raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
+            if part == "model" and not all(isinstance(name, str) for name in value):
+                raise ValueError(f"{file} has keys that are not names of tensors")
+            self._open[file] = value
         return self._open[file]
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def weight(self, name: str) -> list[torch.Tensor]:
-        """The shards of a weight.
+    def use_layouts(self, targets: dict[str, Layout]) -> None:
+        """Where the checkpoint does not say how its tensors are sharded, it is as those of a model
+        are at the saved degree.
 
         Raises:
-            ValueError: one is not there, or is not as the layout says, with the file.
+            ValueError: they cannot be; with the tensor and the degree.
         """
-        layout = self.layouts[name]
-        ranks = range(self.tp if layout.partition else 1)
-        return [self.weight_of(name, rank) for rank in ranks]
+        if self.layouts is not None:
+            return
+        held, layouts = self.shard("model", 0) if self._found("model") else {}, {}
+        for name, target in targets.items():
+            dtype = held[name].dtype if torch.is_tensor(held.get(name)) else target.dtype
+            try:
+                layouts[name] = replace(target.at(self.tp, pad=True), dtype=dtype)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.path} was saved with tensor-parallel size {self.tp} and does not say "
+                    f"how {name} is sharded: {error}"
+                ) from error
+        self.layouts = layouts
 
-    def weight_of(self, name: str, rank: int) -> torch.Tensor:
-        """The shard of a weight that a rank has."""
+    def weight(self, name: str, rank: int) -> torch.Tensor:
+        """The shard of a weight that a rank has.
+
+        Raises:
+            ValueError: it is not there, or is not as the layout says, with the file.
+        """
         layout, found = self.layouts[name], self.shard("model", rank).get(name)
         if not isinstance(found, torch.Tensor):
             raise ValueError(
                 f"{self.file('model', rank)} does not hold a tensor {name}: it is of another model"
             )
-        if tuple(found.shape) != layout.local_shape() or found.dtype != layout.dtype:
+        if found.shape != layout.local_shape() or found.dtype != layout.dtype:
             raise ValueError(
                 f"{self.file('model', rank)}: {name} is {tuple(found.shape)} {found.dtype}, "
-                f"{layout.local_shape()} {layout.dtype} was expected"
+                f"{tuple(layout.local_shape())} {layout.dtype} was expected"
             )
         return found
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The full weight, without padding."""
-        layout, shards = self.layouts[name], self.weight(name)
-        return layout.partition.merge(shards) if layout.partition else shards[0]
+    def weights(self, name: str) -> list[torch.Tensor]:
+        """The shards of a weight; one if all ranks have the same."""
+        return [self.weight(name, rank) for rank in self._ranks(name)]
+
+    def _ranks(self, name: str) -> range:
+        return range(self.tp if self.layouts[name].partition else 1)
 
     def differing(self, name: str) -> Iterator[tuple[int, int]]:
         """`(rank, where in the full tensor)` of what ranks share and do not have alike."""
         held: dict[tuple[int, int], torch.Tensor] = {}
         partition = self.layouts[name].partition
+        if partition and max(partition.replicas) == 1:
+            return
         for rank in range(self.tp):
-            shard = self.weight_of(name, rank)
-            rows = [(0, 0, 0)] if partition is None else partition.pieces(rank)
-            for start, local, length in rows:
-                part = shard.narrow(partition.dim, local, length) if partition else shard
-                if not torch.equal(held.setdefault((start, length), part), part):
+            shard = self.weight(name, rank)
+            for start, local, length in partition.pieces(rank) if partition else [(0, 0, 0)]:
+                rows = shard.narrow(partition.dim, local, length) if partition else shard
+                if not torch.equal(held.setdefault((start, length), rows), rows):
                     yield rank, start
 
     def to(self, name: str, shards: list[torch.Tensor], target: Layout, rank: int) -> torch.Tensor:
@@ -204,9 +197,9 @@ class Shards:
     # --- the optimizer ----------------------------------------------------------------------------
 
     @cached_property
-    def zero_degree(self) -> int:
+    def degree(self) -> int:
         """Over how many ranks the optimizer's state is sharded."""
-        return 1 + max((dp for dp, _, _ in self._found("optim")), default=0)
+        return 1 + max((dp for dp, *_ in self._found("optim")), default=0)
 
     @property
     def has_optimizer(self) -> bool:
@@ -217,7 +210,7 @@ class Shards:
         """True if the optimizer's state is sharded over the data-parallel ranks."""
         if self.metadata is not None:
             return bool((self.metadata["optimizer"] or {}).get("zero1"))
-        return self.zero_degree > 1 or "base_state" in self.shard("optim", 0)
+        return self.degree > 1 or "base_state" in self.shard("optim", 0)
 
     def state_head(self) -> dict:
         """All that the optimizer saved but what is kept for each parameter.
@@ -232,16 +225,9 @@ class Shards:
             raise ValueError(f"{self.file('optim', 0)} does not hold the groups of an optimizer")
         return {key: value for key, value in state.items() if key not in apart}
 
-    def fields(self, name: str) -> list[str]:
+    def _entries(self, number: int, tp: int, dp: int) -> dict:
         """What is kept for a parameter: `exp_avg`, …, and the master weight."""
-        return list(self._entries(name, 0, 0))
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.parameters)}
-
-    def _entries(self, name: str, tp: int, dp: int) -> dict:
-        shard, number = self.shard("optim", tp, dp), self._numbers[name]
+        shard = self.shard("optim", tp, dp)
         try:
             masters = shard.get(MASTERS, {})
             held = {MASTERS: masters[number]} if number in masters else {}
@@ -250,65 +236,64 @@ class Shards:
             file = self.file("optim", tp, dp)
             raise ValueError(f"{file} is not the state of an optimizer: {error}") from error
 
-    def state_shards(self, name: str, field: str):
-        """A field as it was saved: for each tensor-parallel shard the list of its ZeRO-1 shards; a
-        step count and the like as it is.
+    def state(self) -> Iterator[tuple[int, str, object]]:
+        """`(number of a parameter, field, value)` of all that is kept for parameters. The value is,
+        for each tensor-parallel shard, the list of its ZeRO-1 shards; a step count and the like is
+        as it was saved.
 
         Raises:
             ValueError: one is missing or does not fit the parameter, with the file.
         """
-        layout, result = self.layouts[name], []
-        for tp in range(self.tp if layout.partition else 1):
-            places = range(self.zero_degree if self.zero1 else 1)
-            found = [self._entries(name, tp, dp).get(field) for dp in places]
+        for number in range(len(self.parameters)):
+            for field in self._entries(number, 0, 0):
+                yield number, field, self._state_shards(number, field)
+
+    def _state_shards(self, number: int, field: str):
+        name, result = self.parameters[number], []
+        shape = self.layouts[name].local_shape()
+        for tp in self._ranks(name):
+            places = range(self.degree if self.zero1 else 1)
+            found = [self._entries(number, tp, dp).get(field) for dp in places]
             if not isinstance(found[0], torch.Tensor):
                 return found[0]
-            scalar = not layout.shape and not self.zero1 and field != "step"
-            if not found[0].dim() and not scalar:
+            if not found[0].dim() and (shape or self.zero1 or field == "step"):
                 return found[0]
-            numel = torch.Size(layout.local_shape()).numel()
-            row = max(torch.Size(layout.local_shape()[1:]).numel(), 1)
+            row = max(shape[1:].numel(), 1)  # the vendor's shards are padded to whole rows
             held = sum(x.numel() for x in found if isinstance(x, torch.Tensor))
             same = all(isinstance(x, torch.Tensor) and x.dtype == found[0].dtype for x in found)
-            if not same or not 0 <= held - numel < len(found) * row:
+            if not same or not 0 <= held - shape.numel() < len(found) * row:
                 raise ValueError(
                     f"{self.file('optim', tp)}: {field} of {name} has {held} elements on "
-                    f"{len(found)} ranks, the parameter {numel}"
+                    f"{len(found)} ranks, the parameter {shape.numel()}"
                 )
             result.append(found)
         return result
 
-    def state(self, name: str, field: str):
-        """A field as a list of shards of the parameter's shape, those of ZeRO-1 put together; a
-        step count and the like as it is.
+    def state_at(
+        self, targets: dict[str, Layout], tp: int, places: int, zero1: bool
+    ) -> Iterator[tuple[int, str, object, Callable | None]]:
+        """The state of one tensor-parallel rank of another mesh: `(number, field, blank, make)`,
+        where `make()[place]` is what a place among `places` holds instead of the blank. For a step
+        count and the like `make` is None, and it is itself in place of the blank.
 
         ZeRO-1 has equal shards of the flattened parameter, in the vendor's library along dim 0.
         Concatenated both are the parameter, row by row, and some padding.
         """
-        shape, found = torch.Size(self.layouts[name].local_shape()), self.state_shards(name, field)
-        if not isinstance(found, list):
-            return found
-        flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in found]
-        return [shard[: shape.numel()].view(shape) for shard in flat]
+        for number, field, value in self.state():
+            if not isinstance(value, list):
+                yield number, field, value, None
+                continue
+            name = self.parameters[number]
+            target, shape = targets[name], self.layouts[name].local_shape()
 
+            def make(value=value, name=name, target=target, shape=shape) -> list[torch.Tensor]:
+                flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
+                whole = [shard[: shape.numel()].view(shape) for shard in flat]
+                mine = self.to(name, whole, target, tp)
+                if not zero1:
+                    return [mine]
+                return [take_shard(mine, place, places, mine.dtype) for place in range(places)]
 
-def check_knows_layouts(shards: Shards) -> Shards:
-    """The shards, if it is known how their tensors are sharded.
-
-    Raises:
-        ValueError: it is not, as another library wrote them or a dict was saved; there is no model.
-    """
-    if shards.layouts is None:
-        why = "does not have metadata.json" if shards.metadata is None else "was saved from a dict"
-        raise ValueError(
-            f"{shards.path} {why}, so it is not known how its tensors are sharded: give the folder "
-            "of the Hugging Face model with --config"
-        )
-    if not shards.layouts:
-        raise ValueError(f"{shards.path} does not hold a model")
-    if shards.pp > 1:
-        raise ValueError(
-            f"{shards.path} has pipeline-parallel size {shards.pp}; only size 1 is merged or "
-            "resharded"
-        )
-    return shards
+            local = target.local_shape()
+            size = (shard_length(local.numel(), places),) if zero1 else local
+            yield number, field, xser.blank(size, value[0][0].dtype), make

@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,12 +11,11 @@ from safetensors.torch import load_file
 
 from ..models.full_weights import fused, published_tensors
 from ..parallel_layers.utils import ensure_positive
-from ..storage import check_file, objects, read_json
-from ..storage.xser import Digests
+from ..storage import check_file, read_json
+from ..storage import xser as files
 from .architectures import describe_model, model_of, read_config
 from .layout import shard_name, to_json, write_metadata
-from .reshard import write_weights
-from .tools import check_output, write_checkpoint
+from .tools import check_output, mesh_of, write_checkpoint
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, or its index
 
@@ -28,34 +28,30 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
         FileNotFoundError: a file is missing.
         ValueError: a file is broken, or holds code.
     """
-    folder, tensors = Path(folder), {}
+    folder = Path(folder)
     for name in FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict):
+            parts = read_json(index).get("weight_map")
+            if not isinstance(parts, dict):
                 raise ValueError(
                     f"{index} does not have weight_map, which says where each tensor is"
                 )
-            files = sorted({folder / str(file) for file in files.values()})
-        elif (folder / name).is_file():
-            files = [folder / name]
-        else:
-            continue
-        for file in files:
-            tensors |= _read_file(file)
-        return tensors
+            found = [_read_file(folder / part) for part in sorted(set(map(str, parts.values())))]
+            return {name: tensor for tensors in found for name, tensor in tensors.items()}
+        if (folder / name).is_file():
+            return _read_file(folder / name)
     raise FileNotFoundError(f"{folder / FILES[0]} is missing, and {FILES[1]} too")
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
-    check_file(file, None)
+    check_file(file)
     if file.suffix == ".safetensors":
         try:
             return load_file(file)
         except Exception as error:  # safetensors has an error class of its own
             raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-    value = objects.read_object(file, mmap=True)
+    value = files.load(file, mmap=True)
     if not isinstance(value, dict) or not all(torch.is_tensor(x) for x in value.values()):
         raise ValueError(f"{file} does not hold tensors by name")
     return value
@@ -92,24 +88,23 @@ def split(
         tensors = published_tensors(model, config, read_folder(source))
         for name, layout in layouts.items():
             whole = fused(model, name, layout.partition, layout.shape, tensors)
-            layouts[name] = layout.of(whole.dtype)
+            layouts[name] = replace(layout, dtype=whole.dtype)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    mesh = {"world": tp, "tp": tp, "dp": 1, "pp": 1, "cp": 1}
+    mesh, first = mesh_of(tp, 1), {name: group[0] for group in ties for name in group}
 
     def shard(name: str, rank: int) -> torch.Tensor:
-        partition, shape = layouts[name].partition, layouts[name].shape
-        whole = fused(model, name, partition, shape, tensors)
+        partition = layouts[name].partition
+        whole = fused(model, name, partition, layouts[name].shape, tensors)
         return whole if partition is None else partition.shard(whole, rank)
 
-    def write(aside: Path) -> Digests:
+    def write(aside: Path) -> None:
         metadata = {"mesh": mesh, "architecture": model.__name__, "config": settings}
         metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
-        written = write_metadata(aside, metadata)
+        write_metadata(aside, metadata)
         for rank in range(tp):
-            weights = {name: lambda name=name, rank=rank: shard(name, rank) for name in layouts}
-            file = aside / "model" / shard_name(0, rank)
-            written |= write_weights(weights, layouts, ties, file, xser)
-        return written
+            once = {name: shard(name, rank) for name in layouts if first.get(name, name) == name}
+            weights = {name: once[first.get(name, name)] for name in layouts}
+            files.save(weights, aside / "model" / shard_name(0, rank), xser)
 
     write_checkpoint(output, None, mesh, write)

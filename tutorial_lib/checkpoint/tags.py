@@ -12,9 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import xxhash
-
-from ..storage import Digest, check_file, flush, read_text, write_text
+from ..storage import Digest, flush, hash_of, read_text, write_text
 from .layout import check_mesh
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
@@ -49,11 +47,6 @@ class Complete:
     earlier: frozenset[str] | None = None
     copy: bool = False
 
-    @property
-    def age(self) -> tuple[int, int, str]:
-        """Orders checkpoints as they were saved, the last one last."""
-        return (self.sequence, -1 if self.step is None else self.step, self.tag)
-
     def follows(self, other: "Complete") -> bool:
         """True if this one is known to have been saved after the other.
 
@@ -67,12 +60,6 @@ class Complete:
         stems = {item.tag.rstrip("0123456789") for item in (self, other)}
         comparable = other.earlier is None and len(stems) == 1
         return comparable and None not in (self.step, other.step) and self.step > other.step
-
-    def check(self, file: str | Path) -> None:
-        """Raises FileNotFoundError or ValueError unless `file`, of this checkpoint, is as it was
-        written.
-        """
-        check_file(file, self.files.get(str(Path(file).relative_to(self.path))))
 
 
 def check_tag(tag: object) -> str:
@@ -96,14 +83,6 @@ def check_tag(tag: object) -> str:
     return name
 
 
-def check_kept(number: object) -> None:
-    """Raises ValueError unless `number` says how many checkpoints stay."""
-    if number not in (None, -1) and (type(number) is not int or number < 1):
-        raise ValueError(
-            f"num_kept_ckpts must be a positive integer, or -1 or None to keep all, not {number!r}"
-        )
-
-
 def step_of(tag: str) -> int | None:
     """The number at the end of a tag, as in `step_1000`."""
     match = re.search(r"(\d{1,18})$", tag)
@@ -123,28 +102,14 @@ def _read(path: Path, tag: str) -> Complete | None:
             if inside.is_absolute() or ".." in inside.parts or type(digest.size) is not int:
                 raise ValueError(f"{name} is not a file of the checkpoint")
         step, sequence, mesh = marker["step"], marker["sequence"], marker["mesh"]
-        if not all(type(number) in (int, type(None)) for number in (step, sequence or 0)):
+        if type(step) not in (int, type(None)) or type(sequence) is not int:
             raise ValueError("step and sequence are numbers")
         check_mesh(mesh)
         earlier = frozenset(marker["earlier"]) if "earlier" in marker else None
-        key, copy = xxhash.xxh3_128_hexdigest(text.encode()), marker.get("tag") != tag
-        return Complete(tag, path, step, int(sequence), files, mesh, key, earlier, copy)
+        key, copy = hash_of(text.encode()), marker.get("tag") != tag
+        return Complete(tag, path, step, sequence, files, mesh, key, earlier, copy)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def complete(folder: str | Path) -> list[Complete]:
-    """The complete checkpoints in the order in which they were saved, by what the markers say and
-    never by the time of a file. A copy of one of them, or a link to it, is not counted again.
-    """
-    folder = Path(folder)
-    paths = list(folder.iterdir()) if folder.is_dir() else []
-    names = [path.name for path in paths if not path.name.endswith((INCOMPLETE, REMOVED))]
-    found = (_of_tag(folder, tag) for tag in {name.removesuffix(REPLACED) for name in names})
-    found = sorted((item for item in found if item is not None), key=lambda item: item.age)
-    copies_first = sorted(found, key=lambda item: (not item.copy, not item.path.is_symlink()))
-    originals = {item.key: item for item in copies_first}
-    return [item for item in found if originals[item.key] is item]
 
 
 def _of_tag(folder: Path, tag: str) -> Complete | None:
@@ -157,19 +122,34 @@ def _of_tag(folder: Path, tag: str) -> Complete | None:
     return None
 
 
+def _all(folder: str | Path) -> list[Complete]:
+    """The complete checkpoints and their copies, as they were saved."""
+    folder = Path(folder)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = {n.removesuffix(REPLACED) for n in names if not n.endswith((INCOMPLETE, REMOVED))}
+    found = [item for name in names if (item := _of_tag(folder, name)) is not None]
+    return sorted(found, key=lambda x: (x.sequence, -1 if x.step is None else x.step, x.tag))
+
+
+def complete(folder: str | Path) -> list[Complete]:
+    """The complete checkpoints in the order in which they were saved, by what the markers say and
+    never by the time of a file. A copy of one of them, or a link to it, is not counted again.
+    """
+    found = _all(folder)
+    copies_first = sorted(found, key=lambda item: (not item.copy, not item.path.is_symlink()))
+    originals = {item.key: item for item in copies_first}
+    return [item for item in found if originals[item.key] is item]
+
+
 def incomplete(folder: str | Path) -> list[Path]:
     """What interrupted saves and removals have left."""
-    folder = Path(folder)
-    rest = (p for p in folder.iterdir() if not p.is_symlink()) if folder.is_dir() else ()
-    return sorted(p for p in rest if p.is_dir() and _is_ours(p) and not _is_complete(p))
-
-
-def _is_complete(path: Path) -> bool:
-    """True for the complete checkpoint of a tag, which may still have the name `.replaced`."""
-    if path.name.endswith((INCOMPLETE, REMOVED)):
-        return False
-    item = _of_tag(path.parent, path.name.removesuffix(REPLACED))
-    return item is not None and item.path == path
+    folder, whole = Path(folder), {item.path for item in _all(folder)}
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(
+        path
+        for path in found
+        if path.is_dir() and not path.is_symlink() and _is_ours(path) and path not in whole
+    )
 
 
 def _is_ours(path: Path) -> bool:
@@ -230,17 +210,14 @@ def locate(path: str | Path) -> Complete:
     """The complete checkpoint at `path`, or the latest one in the folder `path`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError, RuntimeError: there is none.
         ValueError: as `latest`.
     """
     path = Path(path)
     if any((path / name).exists() for name in (STARTED, DONE, "model", "optim")):
         real = path.resolve()  # `.` and links do not have a name that is a tag
         return find(real.parent, real.name)
-    try:
-        return latest(path)
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from error
+    return latest(path)
 
 
 def _check_replaceable(path: Path) -> None:
@@ -259,22 +236,16 @@ def begin(folder: str | Path, tag: str) -> Path:
     aside = Path(folder) / (tag + INCOMPLETE)
     if aside.exists():
         shutil.rmtree(aside)
-    for name in ("model", "optim"):
-        (aside / name).mkdir(parents=True)
+    aside.mkdir(parents=True)
     write_text(aside / STARTED, "1")
     return aside
 
 
-def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> Path:
-    """Turns a folder that is written and flushed into the complete checkpoint of its tag, and
-    returns its path.
-    """
+def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> None:
+    """Turns a folder that is written and flushed into the complete checkpoint of its tag."""
     folder, tag = aside.parent, aside.name.removesuffix(INCOMPLETE)
     final, replaced = folder / tag, folder / (tag + REPLACED)
     earlier = complete(folder)
-    for name in ("model", "optim"):
-        if not any((aside / name).iterdir()):
-            (aside / name).rmdir()
     for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
         flush(path)
     _check_replaceable(final)
@@ -300,7 +271,6 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
     flush(final)
     if replaced.exists():
         remove(replaced)
-    return final
 
 
 def remove(path: Path) -> None:
@@ -312,7 +282,7 @@ def remove(path: Path) -> None:
         return
     (path / DONE).unlink(missing_ok=True)
     flush(path)
-    gone = path if path.name.endswith(REMOVED) else path.with_name(path.name + REMOVED)
+    gone = path.with_name(path.name.removesuffix(REMOVED) + REMOVED)
     if gone != path:
         if gone.exists():
             shutil.rmtree(gone)

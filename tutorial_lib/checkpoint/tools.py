@@ -1,14 +1,56 @@
 """What the tools share: opening a checkpoint by its path, writing a new one whole or not at all."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
-from ..storage.xser import Digests
+from ..storage import digest_of
 from . import tags
-from .verify import problems_of
+from .architectures import describe_model, model_of, read_config
+from .shards import Shards
+from .verify import publish
+
+
+def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) -> Shards:
+    """The checkpoint at `path`, or the latest one in the folder `path`, with its layouts.
+
+    Args:
+        config: the folder of the Hugging Face model, for a checkpoint that does not say how its
+            tensors are sharded, such as one of the vendor's library.
+        options: arguments of the parallel model's class then.
+
+    Raises:
+        FileNotFoundError, RuntimeError: there is no checkpoint.
+        ValueError: it is not known how the tensors are sharded; there is no model.
+    """
+    shards = Shards(tags.locate(path))
+    if shards.layouts is None and config is not None:
+        theirs = read_config(config)
+        layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
+        shards.use_layouts(layouts)
+        shards.metadata = {
+            "architecture": model_of(theirs.to_dict()).__name__,
+            "config": json.loads(theirs.to_json_string(use_diff=False)),
+            "mesh": mesh_of(shards.tp, 1),
+            "tied": ties,
+            "optimizer": None,
+        }
+    if shards.layouts is None:
+        why = "does not have metadata.json" if shards.metadata is None else "was saved from a dict"
+        raise ValueError(
+            f"{shards.path} {why}, so it is not known how its tensors are sharded: give the folder "
+            "of the Hugging Face model with --config"
+        )
+    if not shards.layouts:
+        raise ValueError(f"{shards.path} does not hold a model")
+    return shards
+
+
+def mesh_of(tp: int, dp: int) -> dict[str, int]:
+    return {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
 
 
 def check_output(output: str | Path, *inputs: str | Path) -> Path:
@@ -28,24 +70,24 @@ def check_output(output: str | Path, *inputs: str | Path) -> Path:
 
 
 def write_checkpoint(
-    output: Path, step: int | None, mesh: dict[str, int], write: Callable[[Path], Digests]
+    output: Path, step: int | None, mesh: dict[str, int], write: Callable[[Path], object]
 ) -> None:
     """Lets `write(aside)` fill a folder and publishes it as the checkpoint `output`.
 
     Raises:
         ValueError: `verify` would not find it sound; with the first problem.
     """
+    tag = tags.check_tag(output.name)
     if output.is_dir():
         output.rmdir()  # `check_output` has seen that it is empty
     output.parent.mkdir(parents=True, exist_ok=True)
-    tag = tags.check_tag(output.name)
     try:
         aside = tags.begin(output.parent, tag)
-        files = {str(path.relative_to(aside)): digest for path, digest in write(aside).items()}
-        written = tags.Complete(tag, aside, step, 1, files, mesh)
-        for problem in problems_of(written, unchanged=True):
-            raise ValueError(f"{output} is not published: {problem}")
-        tags.publish(aside, step, files, mesh)
+        write(aside)
+        written = [path for path in aside.rglob("*") if path.is_file()]
+        files = {str(path.relative_to(aside)): digest_of(path) for path in written}
+        del files[tags.STARTED]
+        publish(aside, step, files, mesh)
     except BaseException:
         begun = {output, output.with_name(tag + tags.INCOMPLETE)}
         for path in begun.intersection(tags.incomplete(output.parent)):

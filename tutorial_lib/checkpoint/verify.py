@@ -1,16 +1,16 @@
 """`verify`: is a checkpoint complete, readable, unaltered, and do its shards agree with one
-another? What it finds sound can be loaded.
+another? What it finds sound can be loaded, and nothing else is published.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..parallel_layers.random import get_rng_state, set_rng_state
-from ..storage import check_file
+from ..storage import Digest, check_file
 from . import tags
-from .layout import Layout
 from .shards import MASTERS, Shards
 
 SMALL = ("scheduler.pt", "user_content.pt", "random_state.pt")
@@ -20,46 +20,24 @@ def verify(path: str | Path) -> list[str]:
     """What is wrong with a checkpoint, one line each; nothing if it is sound.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint at `path`.
+        FileNotFoundError, RuntimeError: there is no complete checkpoint at `path`.
     """
-    return list(problems_of(tags.locate(path)))
+    checkpoint = tags.locate(path)
+    if problems := list(_files(checkpoint)):  # what is inside broken files is no news
+        return problems
+    checkpoint = replace(checkpoint, files={})  # compared above
+    return list(_problems(checkpoint, data=True))
 
 
-def problems_of(checkpoint: tags.Complete, unchanged: bool = False) -> Iterator[str]:
-    """The same of a checkpoint that need not be published yet.
+def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> None:
+    """Turns a folder that is written into the complete checkpoint of its tag.
 
-    Args:
-        unchanged: its files were written just now, so their hashes and data are not read again.
+    Raises:
+        ValueError: `verify` would not find it sound; with the first problem.
     """
-    found = [] if unchanged else list(_files(checkpoint))
-    yield from found
-    if found:  # what is inside broken files is no news
-        return
-    try:
-        shards = Shards(checkpoint, check=False)
-        yield from (f"{file} is missing" for file in shards.missing())
-        for name in SMALL:
-            if shards.has(name):
-                _check_small(shards, name)
-        for place in shards.found():
-            _check_shard(shards, *place)
-        if shards.layouts is None or shards.pp > 1:
-            return
-        for name, layout in shards.layouts.items():
-            yield from _tensor(shards, name, layout, unchanged)
-        for group in () if unchanged else shards.metadata["tied"]:
-            for rank in range(shards.tp):
-                first, *others = (shards.weight_of(name, rank) for name in group)
-                if not all(torch.equal(first, other) for other in others):
-                    file = shards.file("model", rank)
-                    yield f"{file}: {', '.join(group)} are tied and differ"
-        if shards.has_optimizer and shards.parameters:
-            shards.state_head()
-            for name in shards.parameters:
-                for field in shards.fields(name):
-                    shards.state_shards(name, field)
-    except (OSError, ValueError) as error:
-        yield str(error)
+    for problem in _problems(tags.Complete(aside.name, aside, step, 1, {}, mesh), data=False):
+        raise ValueError(f"{aside} is not published: {problem}")
+    tags.publish(aside, step, files, mesh)
 
 
 def _files(checkpoint: tags.Complete) -> Iterator[str]:
@@ -75,7 +53,37 @@ def _files(checkpoint: tags.Complete) -> Iterator[str]:
             yield f"{file} does not belong to the checkpoint"
 
 
-def _check_small(shards: Shards, name: str) -> None:
+def _problems(checkpoint: tags.Complete, data: bool) -> Iterator[str]:
+    """What is wrong inside files that are as they were written.
+
+    Args:
+        data: compare what ranks hold alike too, and try out the random states.
+    """
+    try:
+        shards = Shards(checkpoint)
+        yield from (f"{file} is missing" for file in shards.missing())
+        for name in filter(shards.has, SMALL if data else SMALL[:2]):
+            check_small(shards, name)
+        for place in shards.found():
+            _check_shard(shards, *place)
+        for name in shards.layouts or {}:
+            yield from _tensor(shards, name, data)
+        for group in shards.metadata["tied"] if data and shards.layouts else ():
+            for rank in range(shards.tp):
+                first, *others = (shards.weight(name, rank) for name in group)
+                if not all(torch.equal(first, other) for other in others):
+                    file = shards.file("model", rank)
+                    yield f"{file}: {', '.join(group)} are tied and differ"
+        if shards.has_optimizer and shards.layouts and shards.parameters:
+            shards.state_head()
+            for _ in shards.state():
+                pass
+    except (OSError, ValueError) as error:
+        yield str(error)
+
+
+def check_small(shards: Shards, name: str) -> None:
+    """Raises ValueError if one of the small files does not hold what it should."""
     value, file = shards.object(name), shards.path / name
     if name == "scheduler.pt" and not isinstance(value, dict):
         raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
@@ -92,9 +100,9 @@ def _check_small(shards: Shards, name: str) -> None:
             set_rng_state(before)
 
 
-def _check_shard(shards: Shards, part: str, tp: int, dp: int, pp: int) -> None:
-    value, file = shards.shard(part, tp, dp, pp), shards.file(part, tp, dp, pp)
-    known = value if shards.layouts is None or shards.pp > 1 else shards.layouts
+def _check_shard(shards: Shards, part: str, tp: int, dp: int) -> None:
+    value, file = shards.shard(part, tp, dp), shards.file(part, tp, dp)
+    known = value if shards.layouts is None else shards.layouts
     for name in value if part == "model" else ():
         if torch.is_tensor(value[name]) and name not in known:
             raise ValueError(f"{file} holds {name}, which the metadata do not know")
@@ -104,21 +112,18 @@ def _check_shard(shards: Shards, part: str, tp: int, dp: int, pp: int) -> None:
             raise ValueError(f"{file}: {key} is not that of an optimizer")
 
 
-def _tensor(shards: Shards, name: str, layout: Layout, unchanged: bool) -> Iterator[str]:
-    """Shapes, dtypes, and what several ranks hold alike: replicated tensors, and shared parts of
+def _tensor(shards: Shards, name: str, data: bool) -> Iterator[str]:
+    """Shapes, dtypes, and what several ranks hold alike: replicated tensors, and shared rows of
     sharded ones.
     """
-    before = None
-    for rank in range(shards.tp):
-        try:
-            shards.weight_of(name, rank)
-        except ValueError as error:
-            before = error
-            yield str(error)
-    if before or unchanged or (layout.partition and max(layout.partition.replicas) == 1):
+    try:
+        for rank in range(shards.tp):
+            shards.weight(name, rank)
+    except ValueError as error:
+        yield str(error)
         return
-    for rank, start in shards.differing(name):
-        if layout.partition is None:
+    for rank, start in shards.differing(name) if data else ():
+        if shards.layouts[name].partition is None:
             yield f"{name} is replicated and differs between ranks 0 and {rank}"
         else:
             yield f"{name}: rows from {start} are shared and differ on rank {rank}"

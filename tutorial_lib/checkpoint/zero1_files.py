@@ -1,6 +1,6 @@
 """The files of `NeuronZero1Optimizer.save_sharded_state_dict`: `optim.dp_rank_DD.tp_rank_TT`, one
-for each rank, without a model beside them: those of the vendor's library, so that each reads the
-other's.
+for each rank, without a model beside them. Those of the vendor's library have the same names and
+are read too.
 
 The optimizer's state of any mesh is read, by the same way as from a checkpoint, for a parameter
 knows itself how it is sharded. `save_checkpoint` is built for more.
@@ -9,15 +9,12 @@ knows itself how it is sharded. `save_checkpoint` is built for more.
 import re
 from pathlib import Path
 
-import torch
-
 from ..backends import mark_step
-from ..parallel_layers import comm, ranks
-from ..parallel_layers.flat_shards import join_shards, shard_length
+from ..parallel_layers import ranks
 from ..storage import xser
 from .layout import layout_of
 from .optimizer_state import load_optimizer, read_optimizer
-from .shards import MASTERS, Shards
+from .shards import Shards
 from .tags import Complete
 
 SHARD = re.compile(r"optim\.dp_rank_(\d{1,6})\.tp_rank_(\d{1,6})")
@@ -36,44 +33,17 @@ class _Folder(Shards):
         matches = [SHARD.fullmatch(file.name) for file in names]
         return sorted((int(match[1]), int(match[2]), 0) for match in matches if match)
 
-    def file(self, part: str, tp: int, dp: int = 0, pp: int = 0) -> Path:
+    def file(self, part: str, tp: int, dp: int = 0) -> Path:
         return self.path / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"
-
-
-def _by_rows(optimizer) -> dict:
-    """The optimizer's state with each parameter sharded along dim 0, rows of zeros at the end, as
-    the vendor's library (torch-xla's `ZeroRedundancyOptimizer`) has it.
-    """
-    state, here = optimizer.state_dict(), optimizer.sharding
-    rank, size = here["rank"], here["size"]
-    shapes = {number: torch.Size(info["shape"]) for number, info in state["shape_info"].items()}
-
-    def rows_of(number: int, shard):
-        if not isinstance(shard, torch.Tensor) or not shard.dim():  # a step count and the like
-            return shard
-        shards = comm.all_gather(shard, 0, optimizer.sharding_groups).chunk(size)
-        rows = join_shards(shards, shapes[number] or (1,))
-        length = shard_length(len(rows), size)
-        part = rows[rank * length : (rank + 1) * length]
-        return torch.cat([part, part.new_zeros(length - len(part), *rows.shape[1:])])
-
-    result = {"state": state["state"], "param_groups": state["param_groups"], "shape_info": shapes}
-    result["base_state"] = {
-        number: {field: rows_of(number, shard) for field, shard in fields.items()}
-        for number, fields in state["base_state"].items()
-    }
-    if MASTERS in state:
-        result[MASTERS] = {number: rows_of(number, x) for number, x in state[MASTERS].items()}
-    return result
 
 
 def save(optimizer, folder: str | Path, num_workers: int) -> None:
     """Writes this rank's state; see `NeuronZero1Optimizer.save_sharded_state_dict`."""
     ranks.together(ranks.check_folder, folder)
     ranks.together(ranks.waves, num_workers)
-    place, folder, mesh = ranks.my_place(), Path(folder), ranks.mesh()
-    state = {**_by_rows(optimizer), "dp_rank": place.dp, "tp_rank": place.tp}
-    mark_step()  # on xla no rank could gather by itself when its turn to write comes
+    place, tp, folder = ranks.my_place(), ranks.mesh()["tp"], Path(folder)
+    state = optimizer.state_dict()
+    mark_step()  # on xla no rank could compute by itself when its turn to write comes
     path = folder / f"optim.dp_rank_{place.dp:02d}.tp_rank_{place.tp:02d}"
 
     def prepare() -> None:
@@ -81,7 +51,7 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.iterdir():
             match = SHARD.fullmatch(file.name)
-            if match and (int(match[1]) >= place.replicas or int(match[2]) >= mesh["tp"]):
+            if match and (int(match[1]) >= place.replicas or int(match[2]) >= tp):
                 file.unlink()
 
     ranks.from_rank_zero(prepare)

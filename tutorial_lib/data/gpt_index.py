@@ -17,7 +17,7 @@ from typing import NamedTuple
 import filelock
 import numpy as np
 
-from tutorial_lib.storage import write_array, write_text
+from tutorial_lib.storage import write_file, write_text
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,8 @@ def cached_indices(
                 side.unlink(missing_ok=True)
                 sizes = {}
                 for path, values in zip(paths, build()):
-                    sizes[path.name] = write_array(path, values).size
+                    written = write_file(path, lambda file, x=values: np.save(file, x))
+                    sizes[path.name] = written.size
                 write_text(side, json.dumps(made_from | {"bytes": sizes}, indent=1))
                 log.info("%s: built in %s", stem, cache)
                 found = _load(side, paths, made_from)

@@ -18,6 +18,7 @@ from tutorial_lib.data.indexed_dataset import (
     check_tokens,
     idx_path,
 )
+from tutorial_lib.storage import put_in_place
 
 
 class IndexedDatasetBuilder:
@@ -97,8 +98,8 @@ class IndexedDatasetBuilder:
             idx.write(np.arange(len(lengths) + 1, dtype="<i8"))  # a sequence is a document
         # Without its index there is no data set: never a new half beside an old one.
         idx_path(self.prefix).unlink(missing_ok=True)
-        os.replace(bin_path(self._partial), bin_path(self.prefix))
-        os.replace(idx_path(self._partial), idx_path(self.prefix))
+        put_in_place(bin_path(self._partial), bin_path(self.prefix))
+        put_in_place(idx_path(self._partial), idx_path(self.prefix))
 
     @property
     def partial_files(self) -> tuple[Path, Path]:

@@ -297,8 +297,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 self._gather(self.pairs())
 
     def save_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
-        """Writes what every rank holds into a folder: `optim.dp_rank_DD.tp_rank_TT`. The files are
-        the vendor's library's, which cuts a parameter along dim 0.
+        """Writes what every rank holds into a folder: `optim.dp_rank_DD.tp_rank_TT`.
 
         Args:
             output_dir: on a file system that all ranks see.

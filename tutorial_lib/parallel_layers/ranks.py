@@ -1,7 +1,7 @@
 """Where this rank is in the mesh, and steps that every rank takes or none."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -95,10 +95,3 @@ def in_turn(function: Callable[[], T], num_workers: int) -> T:
     for wave in range(waves(num_workers)):
         together(lambda: result.append(function()) if local_rank() // num_workers == wave else None)
     return result[0]
-
-
-def predecessors(num_workers: int) -> Iterator[int]:
-    """The global ranks of this node whose turn comes right before this rank's."""
-    wave = local_rank() // num_workers
-    first = dist.get_rank() - local_rank()
-    return iter(range(first + max(wave - 1, 0) * num_workers, first + wave * num_workers))

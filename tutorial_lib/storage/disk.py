@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, hashed while they are written, flushed, renamed.
+"""Files that are whole or absent: written aside, flushed, renamed, and known by their digest.
 
 A file that is read is a regular one; a device or a pipe in its place counts as missing.
 """
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
 import xxhash
 
 CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
@@ -27,52 +26,33 @@ class Digest(NamedTuple):
     xxh3_128: str
 
 
-class WatchedFile:
-    """A binary file that keeps the digest of what is written to it from the first byte to the
-    last, and the last error of the operating system: torch reports a failed write as a
-    RuntimeError of its own archive.
-    """
+def hash_of(data: bytes) -> str:
+    """The hash that all of the library uses, as 32 characters."""
+    return xxhash.xxh3_128_hexdigest(data)
 
-    def __init__(self, file: BinaryIO):
-        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
-        self.error: OSError | None = None
 
-    def _watch(self, function: Callable, *args):
-        try:
-            return function(*args)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def write(self, data) -> int:
-        self._watch(self._file.write, data)
-        view = memoryview(data)
-        self._hash.update(view)
-        self._size += view.nbytes
-        return view.nbytes
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Leaves a gap, after which the digest is not that of the file."""
-        return self._watch(self._file.seek, offset, whence)
-
-    def flush(self) -> None:
-        self._watch(self._file.flush)
-
-    @property
-    def digest(self) -> Digest:
-        return Digest(self._size, self._hash.hexdigest())
+def digest_of(path: str | Path) -> Digest:
+    """The digest of a file as it is on the disk."""
+    state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(room):
+            state.update(room[:count])
+            size += count
+    return Digest(size, state.hexdigest())
 
 
 @contextmanager
-def reported(path: str | Path, file: WatchedFile | None = None) -> Iterator[None]:
-    """Raises errors of the operating system with the path, including those that `file` has seen."""
+def reported(path: str | Path) -> Iterator[None]:
+    """Raises errors of the operating system with the path, also where torch has raised a
+    RuntimeError of its own because of one.
+    """
     try:
         yield
     except Exception as error:
-        cause = file.error if file is not None and file.error is not None else error
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
-        raise
+        cause = error.__context__ if type(error) is RuntimeError else error
+        if not isinstance(cause, OSError) or cause.errno is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 @contextmanager
@@ -88,34 +68,26 @@ def replaced_by(path: str | Path) -> Iterator[Path]:
     try:
         with reported(path):
             yield aside
-            flush(aside)
-            os.replace(aside, path)
+            put_in_place(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
 
-def write_file(path: str | Path, write: Callable[[WatchedFile], object]) -> Digest:
+def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> Digest:
     """Calls `write(file)` on a file aside, which then takes the name `path`; returns its digest.
 
     Raises:
         OSError: as `replaced_by`; nothing is left behind.
     """
     with replaced_by(path) as aside:
-        with open(aside, "wb") as raw:
-            file = WatchedFile(raw)
-            with reported(path, file):
-                write(file)
-        return file.digest
+        with open(aside, "wb") as file:
+            write(file)
+        return digest_of(aside)
 
 
 def write_text(path: str | Path, text: str) -> Digest:
     return write_file(path, lambda file: file.write(text.encode()))
-
-
-def write_array(path: str | Path, values: np.ndarray) -> Digest:
-    """Writes a file of numpy's."""
-    return write_file(path, lambda file: np.save(file, values, allow_pickle=False))
 
 
 def flush(path: str | Path) -> None:
@@ -129,28 +101,13 @@ def flush(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def reserve(path: str | Path, size: int) -> None:
-    """Makes room for a file of that size, so that writing to its memory map cannot run out of it.
-
-    Raises:
-        OSError: there is not enough room, with the path.
-    """
-    with reported(path), open(path, "ab") as file:
-        if size and hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(file.fileno(), 0, size)
+def put_in_place(aside: str | Path, path: str | Path) -> None:
+    """Flushes a file or a folder and gives it its name."""
+    flush(aside)
+    os.replace(aside, path)
 
 
-def digest_of(path: str | Path) -> Digest:
-    """The digest of a file as it is on the disk."""
-    state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(room):
-            state.update(room[:count])
-            size += count
-    return Digest(size, state.hexdigest())
-
-
-def check_file(path: str | Path, expected: Digest | None) -> None:
+def check_file(path: str | Path, expected: Digest | None = None) -> None:
     """Raises FileNotFoundError or ValueError, with the path, if the file is missing or is not the
     one that was written.
     """
@@ -168,7 +125,7 @@ def check_file(path: str | Path, expected: Digest | None) -> None:
         raise ValueError(f"{path} was altered after it was written: its hash differs")
 
 
-def read_text(path: str | Path, limit: int = TEXT) -> str:
+def read_text(path: str | Path) -> str:
     """The text of a small file.
 
     Raises:
@@ -176,9 +133,9 @@ def read_text(path: str | Path, limit: int = TEXT) -> str:
         ValueError: it is too large, or is not text; with the path.
     """
     path = Path(path)
-    check_file(path, None)
-    if path.stat().st_size > limit:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, at most {limit} are read")
+    check_file(path)
+    if path.stat().st_size > TEXT:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, at most {TEXT} are read")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,29 +1,60 @@
-"""An object in one file, or one file for each of its tensors; and files that are filled later.
+"""An object in one file, or one file for each of its tensors.
 
 `xser` is torch-xla's way: `<path>` holds the object with a reference in place of each tensor,
 `<path>.tensors/` the tensors, so that never more than one of them is on the host.
+
+No file is trusted: tensors and plain data are loaded, and a file that is missing, broken or holds
+code is named.
 """
 
 import mmap
 import os
-from collections.abc import Iterable
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
-from .disk import (
-    PARTIAL,
-    Digest,
-    WatchedFile,
-    digest_of,
-    flush,
-    reported,
-    reserve,
-)
-from .objects import TensorReference, identity, map_tensors, read_object, to_host, write_object
+from .disk import Digest, check_file, replaced_by, write_file
+from .objects import NUMPY_KINDS, check_tensor, identity, map_tensors, to_host
 
 Digests = dict[Path, Digest]
+
+
+class TensorReference:
+    """Stands in an object for a tensor that has a file of its own."""
+
+    def __init__(self, tid: int):
+        self.tid = tid
+
+
+# The name under which torch-xla pickles the same class, so that files pass between the two without
+# torch-xla installed.
+XLA_REFERENCE = "torch_xla.utils.serialization.TensorReference"
+
+
+class _ReferencePickler(pickle._Pickler):
+    """Writes `TensorReference` by torch-xla's name. (The C pickler would insist on importing
+    it.)
+    """
+
+    def save_global(self, obj, name=None):
+        if obj is TensorReference:
+            module, _, name = XLA_REFERENCE.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = pickle._Pickler.dispatch | {type: save_global}
+
+
+REFERENCE_PICKLE = SimpleNamespace(Pickler=_ReferencePickler, __name__="pickle")
 
 
 def tensors_folder(path: str | Path) -> Path:
@@ -42,160 +73,180 @@ def is_xser(path: str | Path) -> bool:
     return tensors_folder(path).is_dir()
 
 
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_object(value, path: str | Path, pickle_module=pickle) -> Digest:
+    """`torch.save` of tensors and plain data, whole or absent."""
+    return write_file(path, lambda file: torch.save(value, file, pickle_module))
+
+
 def save(value, path: str | Path, xser: bool = False, place: int = 0, places: int = 1) -> Digests:
     """Writes `value` into one file, or tensor by tensor.
 
     Args:
         place, places: this rank's place among ranks that hold the same value. They share the
-            tensors of xser by size; the first writes the rest.
+            tensors of xser; the first writes the rest.
     """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not xser:
-        return {Path(path): write_object(to_host(value), path)}
-    unique: list[torch.Tensor] = []
-    references: dict[object, TensorReference] = {}
+        return {path: write_object(to_host(value), path)}
+    unique: dict[object, torch.Tensor] = {}
+    numbers: dict[object, int] = {}
 
     def refer(tensor: torch.Tensor) -> TensorReference:
-        if identity(tensor) not in references:
-            references[identity(tensor)] = TensorReference(len(unique))
-            unique.append(tensor)
-        return references[identity(tensor)]
+        unique.setdefault(key := identity(tensor), tensor)
+        return TensorReference(numbers.setdefault(key, len(numbers)))
 
     skeleton = map_tensors(value, refer)
-    tensors_folder(path).mkdir(parents=True, exist_ok=True)
+    tensors_folder(path).mkdir(exist_ok=True)
     written = {}
-    for tid in _share(unique, place, places):
-        target = tensor_file(path, tid)
-        written[target] = write_object(to_host(unique[tid]), target)
-    return written | (_save_skeleton(skeleton, unique, path) if place == 0 else {})
+    for tid, tensor in list(enumerate(unique.values()))[place::places]:
+        file = tensor_file(path, tid)
+        written[file] = write_object(to_host(tensor), file)
+    if place == 0:
+        info = {
+            tid: {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+            for tid, tensor in enumerate(unique.values())
+        }
+        written[info_file(path)] = write_object(info, info_file(path))
+        written[path] = write_object(skeleton, path, REFERENCE_PICKLE)
+    return written
 
 
-def _save_skeleton(skeleton, unique: list[torch.Tensor], path: str | Path) -> Digests:
-    info = {
-        tid: {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
-        for tid, tensor in enumerate(unique)
-    }
-    return {
-        info_file(path): write_object(info, info_file(path)),
-        Path(path): write_object(skeleton, path, references=True),
-    }
+def blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without data, in whose place `room_for` puts one that has."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _share(tensors: list[torch.Tensor], place: int, places: int) -> list[int]:
-    """The numbers of the tensors that fall to `place`: each, the largest first, goes to the place
-    with the least so far.
+@contextmanager
+def room_for(value, path: Path) -> Iterator:
+    """Writes a file as `save` does, of an object with blanks. What is yielded is the object with
+    tensors to be filled in in their place: maps of the file, which take no memory.
     """
-    load, mine = [0] * places, []
-    for tid in sorted(range(len(tensors)), key=lambda tid: -tensors[tid].nbytes):
-        least = load.index(min(load))
-        load[least] += tensors[tid].nbytes
-        if least == place:
-            mine.append(tid)
-    return sorted(mine)
+    empty: dict[int, torch.Tensor] = {}
+
+    def of_its_shape(tensor: torch.Tensor) -> torch.Tensor:  # takes no memory until it is written
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return empty.setdefault(id(tensor), fresh)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_by(path) as aside:
+        with skip_data(), open(aside, "wb") as file:
+            torch.save(map_tensors(value, of_its_shape), file)
+        _reserve(aside)
+        with set_default_mmap_options(mmap.MAP_SHARED):
+            room = torch.load(aside, map_location="cpu", weights_only=True, mmap=True)
+        given, places = [], []
+        map_tensors(value, given.append)
+        map_tensors(room, places.append)
+        for tensor, place in zip(given, places, strict=True):
+            if not tensor.is_meta:
+                place.copy_(tensor)
+        yield room
+
+
+def _reserve(path: Path) -> None:
+    """Makes room for all bytes of a file with holes: writing to its map could not say that the disk
+    is full.
+    """
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _safe_globals() -> list:
+    """What a file may name besides torch's own list: numpy arrays (random states) and torch-xla's
+    references.
+    """
+    multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray
+    allowed: list = [np.ndarray, np.dtype, (TensorReference, XLA_REFERENCE)]
+    for name in ("_reconstruct", "scalar"):
+        allowed += [
+            (getattr(multiarray, name), f"{package}.multiarray.{name}")
+            for package in ("numpy.core", "numpy._core")
+        ]
+    return allowed + list({type(np.dtype(kind)): None for kind in NUMPY_KINDS})
 
 
 def load(path: str | Path, mmap: bool = False):
-    """What `save` (or torch, or torch-xla) wrote to `path`, on the host.
+    """What `save` (or torch, or torch-xla) wrote to `path`, on the host: tensors and plain data
+    only.
+
+    Args:
+        mmap: leave the tensors in the file until they are used.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_object`.
+        FileNotFoundError: there is no such regular file.
+        ValueError: the file is broken, holds tensors without their elements, or holds anything else
+            (code is refused, never run); with its path.
     """
-    value = read_object(path, mmap=mmap and not is_xser(path))
-    loaded: dict[int, torch.Tensor] = {}
+    path, loaded = Path(path), {}
+    kinds = (torch.Tensor, TensorReference)
 
-    def resolve(item):
-        if not isinstance(item, TensorReference):
+    def resolve(item: torch.Tensor | TensorReference) -> torch.Tensor:
+        if isinstance(item, torch.Tensor):
             return item
-        if item.tid not in loaded:
-            loaded[item.tid] = tensor = read_object(tensor_file(path, item.tid), mmap=mmap)
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{tensor_file(path, item.tid)} does not hold a tensor")
-        return loaded[item.tid]
+        if type(tid := getattr(item, "tid", None)) is not int:
+            raise ValueError(f"{path}: a reference to a tensor does not have a number")
+        if tid not in loaded:
+            loaded[tid] = _read(tensor_file(path, tid), mmap)
+            if not isinstance(loaded[tid], torch.Tensor):
+                raise ValueError(f"{tensor_file(path, tid)} does not hold a tensor")
+        return loaded[tid]
 
-    return map_tensors(value, resolve, (TensorReference, torch.Tensor), str(path))
+    return map_tensors(_read(path, mmap), resolve, kinds, str(path))
+
+
+def _read(path: Path, mmap: bool):
+    check_file(path)
+    archive = zipfile.is_zipfile(path)
+
+    def check_held(item: torch.Tensor | TensorReference):
+        if isinstance(item, torch.Tensor):
+            held = check_tensor(item, "it").untyped_storage().nbytes()
+            if item.nbytes > held:
+                raise ValueError(f"a tensor of shape {tuple(item.shape)} has {held} bytes")
+        return item
+
+    try:
+        if archive:
+            _check_archive(path)
+        with torch.serialization.safe_globals(_safe_globals()):
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and archive)
+        return map_tensors(value, check_held, (torch.Tensor, TensorReference), str(path))
+    except pickle.UnpicklingError as error:
+        kind = "" if archive else "is truncated, or a bare pickle: it "
+        raise ValueError(
+            f"{path} {kind}is refused, for it may hold code and not only tensors and plain data: "
+            f"{_reason(error)}"
+        ) from error
+    except Exception as error:  # whatever a hostile file makes torch, numpy or pickle raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} is truncated or not a checkpoint file: {reason}") from error
+
+
+def _check_archive(path: Path) -> None:
+    """Raises ValueError for an archive that becomes larger when it is read."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members) or (
+        sum(member.file_size for member in members) > path.stat().st_size
+    ):
+        raise ValueError("its members are compressed or overlap")
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's long message that names what was refused."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
 
 
 def files_of(path: str | Path) -> list[Path]:
     """The files that hold what was saved to `path`."""
-    files = [Path(path)]
-    if is_xser(path):
-        files += [info_file(path)] if info_file(path).is_file() else []
-        files += sorted(tensors_folder(path).glob("tensor_*.pt"))
-    return files
-
-
-def blank(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without data, in whose place `Filled` puts one that has."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
-class Filled:
-    """A file as `save` writes it, with room for each tensor of an object, that is filled in any
-    order. Memory holds none of it: the tensors are maps of the file.
-
-    Args:
-        value: the object, with a blank for each tensor that comes later; one that occurs twice is
-            stored once.
-        xser: one file for each tensor, written when it is put in.
-    """
-
-    def __init__(self, value, path: Path, xser: bool = False):
-        self._path, self._xser, self._written = path, xser, {}
-        self._blanks: dict[int, torch.Tensor] = {}
-        map_tensors(value, lambda each: self._blanks.setdefault(id(each), each))
-        self._number = {each: tid for tid, each in enumerate(self._blanks)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if xser:
-            tensors_folder(path).mkdir(exist_ok=True)
-            self._skeleton = map_tensors(
-                value, lambda each: TensorReference(self._number[id(each)])
-            )
-        else:
-            self._places = self._lay_out(value)
-        for tensor in self._blanks.values():
-            if not tensor.is_meta:
-                self.put(tensor, tensor)
-
-    def _lay_out(self, value) -> dict[int, torch.Tensor]:
-        """Writes the file with room for the tensors; where each of them is in its memory map."""
-        path, aside = self._path, self._aside()
-        empty = {
-            each: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # takes no memory
-            for each, tensor in self._blanks.items()
-        }
-        with reported(path), open(aside, "wb") as raw, skip_data():
-            file = WatchedFile(raw)
-            with reported(path, file):
-                torch.save(map_tensors(value, lambda each: empty[id(each)]), file)
-        with reported(path):
-            reserve(aside, aside.stat().st_size)
-        places: list[torch.Tensor] = []
-        with set_default_mmap_options(mmap.MAP_SHARED):
-            map_tensors(torch.load(aside, mmap=True, weights_only=True), places.append)
-        forms: list[torch.Tensor] = []
-        map_tensors(value, forms.append)
-        return {id(form): place for form, place in zip(forms, places, strict=True)}
-
-    def _aside(self) -> Path:
-        return self._path.with_name(self._path.name + PARTIAL)
-
-    def put(self, form: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Writes the tensor of that blank."""
-        assert form.shape == tensor.shape and form.dtype == tensor.dtype, (form, tensor.shape)
-        if not self._xser:
-            self._places[id(form)].copy_(tensor)
-            return
-        file = tensor_file(self._path, self._number[id(form)])
-        self._written[file] = write_object(to_host(tensor), file)
-
-    def close(self) -> Digests:
-        """The file takes its name; returns the digests."""
-        if self._xser:
-            return self._written | _save_skeleton(
-                self._skeleton, list(self._blanks.values()), self._path
-            )
-        self._places.clear()
-        with reported(self._path):
-            flush(self._aside())
-        digest = digest_of(self._aside())
-        os.replace(self._aside(), self._path)
-        return {self._path: digest}
+    others = [info_file(path), *sorted(tensors_folder(path).glob("tensor_*.pt"))]
+    return [Path(path), *(file for file in others if file.is_file())]

@@ -5,7 +5,6 @@ A compiled graph is a file, named by all that its machine code depends on. The f
 none compiles, the others that need the same one wait for its file.
 """
 
-import hashlib
 import os
 import platform
 import time
@@ -20,8 +19,10 @@ import torch_xla
 from filelock import FileLock, Timeout
 from jaxlib import _jax, xla_client
 
+from tutorial_lib.storage import hash_of, write_file
+
 CACHE_VARIABLE = "TUTORIAL_XLA_CACHE"
-_DIGEST = 32  # bytes of a SHA-256
+_DIGEST = 32  # bytes of a hash, which stands before the graph
 _POLL = 0.02  # seconds between looks at whether another rank has finished
 _HEARTBEAT = 20.0  # seconds between messages of a rank that waits for another's compilation
 # XLA's newer emitters of fused kernels go through MLIR: a training step of BERT took 4.0 s of one
@@ -60,7 +61,7 @@ class Compiler:
 
     def get_executable(self, hlo: bytes, computation):
         """The executable of a graph, given as HLO proto and as the computation made of it."""
-        entry = self._folder / hashlib.sha256(self._identity + hlo).hexdigest()
+        entry = self._folder / hash_of(self._identity + hlo)
         if (executable := self._load(entry)) is not None:
             return executable
         with self._alone(entry):
@@ -108,7 +109,7 @@ class Compiler:
             return None
         try:
             content = entry.read_bytes()
-            if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
+            if hash_of(content[_DIGEST:]).encode() != content[:_DIGEST]:
                 raise ValueError(f"its {len(content)} bytes are not those that were written")
             executable = self._client.deserialize_executable(
                 content[_DIGEST:], self._devices, self._options
@@ -122,15 +123,9 @@ class Compiler:
 
     def _save(self, entry: Path, executable) -> None:
         content = self._client.serialize_executable(executable)
-        partial = entry.with_suffix(f".{os.getpid()}")
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(hashlib.sha256(content).digest() + content)
-                partial.replace(entry)
-            except OSError:
-                partial.unlink(missing_ok=True)  # on a full disk above all
-                raise
+            write_file(entry, lambda file: file.write(hash_of(content).encode() + content))
         except OSError as error:
             warnings.warn(
                 f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2

@@ -259,9 +259,7 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
 def _files(model, optimizer, zero: bool) -> dict[str, StateFile]:
     """The files that `save_checkpoint` keeps of this rank's state."""
     place = ranks.my_place()
-    weights, state = (
-        layout.shard_name(dp, place.tp, place.pp) for dp in (0, place.dp if zero else 0)
-    )
+    weights, state = (layout.shard_name(dp, place.tp) for dp in (0, place.dp if zero else 0))
     return {
         f"model/{weights}": StateFile.of(model.state_dict()),
         f"optim/{state}": StateFile.of(optimizer.state_dict()),
