@@ -39,6 +39,10 @@ PARAMETER_SETS = {
         {"world_size": 2, "tp_size": 2, "model": "gpt-neox-20b", "instance": "h100x8"},
         {"world_size": 4, "tp_size": 4, "batch_size": 1, "seq_length": 64},
     ],
+    "08_bug_hunt": [
+        {"world_size": 6, "tp_size": 2, "steps": 3, "seed": 1},
+        {"world_size": 8, "tp_size": 4},
+    ],
 }
 
 # With which a notebook runs on `xla`: as little as will do, as compiling takes most of the time.
@@ -55,6 +59,7 @@ XLA_PARAMETERS = {
     },
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 4, "batch_size": 1},
     "07_plan_a_real_run": {"world_size": 2, "tp_size": 1},
+    "08_bug_hunt": {"steps": 2},
 }
 
 # The parameters, and the numbers that the error has to name. `full` has to show the dry run on a
@@ -125,6 +130,13 @@ BAD_PARAMETERS = {
         ({"model": "gpt-5"}, ["'gpt-5'", "llama2-7b"]),
         ({"instance": "p5"}, ["'p5'", "h100x8"]),
     ],
+    "08_bug_hunt": [
+        ({"world_size": 2}, [2, 4]),
+        ({"tp_size": 3}, [4, 3]),
+        ({"tp_size": 4}, [4, 4, 1, "replicas"]),
+        ({"world_size": 6, "tp_size": 3}, [6, 3, 16]),
+        ({"steps": 1}, ["steps", 1, 2]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
@@ -137,6 +149,7 @@ QUICK = {
     "05_megatron_gpt_pretraining": {"world_size": 2, "steps": 6, "global_batch_size": 8},
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 2, "batch_size": 1},
     "07_plan_a_real_run": {"world_size": 2, "batch_size": 1, "seq_length": 32},
+    "08_bug_hunt": {"steps": 2, "timeout": 5},
 }
 
 # What somebody wrote into the exercises' cells, and what the checks should say to it.

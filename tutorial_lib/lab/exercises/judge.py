@@ -125,9 +125,9 @@ def _blank(answer: Any) -> bool:
     if isinstance(answer, (list, tuple)):
         return bool(answer) and all(part is None or part is ... for part in answer)
     if inspect.isclass(answer):
-        members = [getattr(member, "__func__", member) for member in vars(answer).values()]
-        functions = [member for member in members if inspect.isfunction(member)]
-        return bool(functions) and all(map(_blank, functions))
+        held = {name: getattr(what, "__func__", what) for name, what in vars(answer).items()}
+        own = [what for name, what in held.items() if inspect.isfunction(what) or name[0] != "_"]
+        return all(inspect.isfunction(what) and _blank(what) for what in own)
     if inspect.isfunction(answer):
         code = [i for i in dis.get_instructions(answer) if i.opname not in ("RESUME", "NOP")]
         return code[-1].opname.startswith("RETURN") and len(code) <= 2 and code[0].argval is None
