@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help tutorials test test-full test-grid lab notebooks check instance clean
+.PHONY: help environment tutorials test test-full test-grid lab notebooks check instance clean
 
 help:                          ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -24,6 +24,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -c "$(XLA)"
 	touch $(READY)
 
+environment: $(READY)          ## .venv, which every other target makes too
+
 tutorials: $(READY)            ## every notebook, executed into build/executed/ as .ipynb and .html
 	$(BIN)/python -m notebooks.run tutorials
 
@@ -42,8 +44,8 @@ check: $(READY)                ## the layout of the code, and the rules that pyp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-lab: $(READY)                  ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab notebooks
+lab: $(READY)                  ## JupyterLab on the notebooks; LAB="--no-browser …" are options for it
+	$(BIN)/jupyter lab $(LAB) notebooks
 
 notebooks: $(READY)            ## refresh the committed outputs
 	$(BIN)/python -m notebooks.run refresh
