@@ -78,6 +78,21 @@ class Standin(nn.Module):
         return loss.item()
 
 
+def run(model, optimizer, first: int, last: int) -> tuple[dict, dict]:
+    """Takes the steps from `first` to before `last`; weights and masters then."""
+    for step in range(first, last):
+        model.train_step(optimizer, step)
+    masters = optimizer.state_dict().get("sharded_master_weights", {})
+    return state(model), {str(number): shard.clone() for number, shard in masters.items()}
+
+
+def zero(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.standin import Standin, attempt, same, state
+from tests.standin import Standin, attempt, same, state, zero
 from tutorial_lib.checkpoint import (
     finalize_checkpoint,
     has_checkpoint,
@@ -62,9 +62,7 @@ def save_and_go_on(folder, **options):
 
 def resume(folder, last=8):
     model, optimizer, scheduler = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zero(model)
     content = load_checkpoint(folder, None, model, optimizer, scheduler)
     assert content == {"position": 12} and model.head is model.embed
     return train(model, optimizer, scheduler, 3, last), state(model)
@@ -108,10 +106,7 @@ def other_mesh(folder):
         pytest.warns(UserWarning, match="random states stay") if first else contextlib.nullcontext()
     ):
         model, optimizer, scheduler = build()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        load_checkpoint(folder, None, model, optimizer, scheduler)
+        load_checkpoint(folder, None, zero(model), optimizer, scheduler)
     for step in range(3, 8):
         model.train_step(optimizer, step)
         scheduler.step()
@@ -320,44 +315,3 @@ def bfloat16_states(folder):
 
 def test_states_keep_their_dtype(ranks, tmp_path):
     assert all(ranks(bfloat16_states, str(tmp_path), world_size=2, tp=2))
-
-
-def vendor_files(folder):
-    """What the vendor's library leaves: no metadata, a bare marker."""
-    model, optimizer, scheduler = build()
-    train(model, optimizer, scheduler, 0, 3)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for part, value in (("model", model.state_dict()), ("optim", optimizer.state_dict())):
-        os.makedirs(f"{folder}/step_3/{part}", exist_ok=True)
-        torch.save(value, f"{folder}/step_3/{part}/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
-    torch.save(scheduler.state_dict(), f"{folder}/step_3/scheduler.pt")
-    torch.save({"position": 12}, f"{folder}/step_3/user_content.pt")
-    for name in ("checkpoint", "done"):
-        with open(f"{folder}/step_3/{name}", "w") as file:
-            file.write("1")
-    train(model, optimizer, scheduler, 3, 8)
-    return state(model)
-
-
-def resume_weights(folder):
-    return resume(folder)[1]
-
-
-def weights_only(folder):
-    model = Standin()
-    torch.nn.init.zeros_(model.gate_up)
-    load_checkpoint(folder, model=model)
-    return state(model)
-
-
-def test_the_vendors_files(ranks, tmp_path):
-    before = ranks(vendor_files, str(tmp_path), world_size=2, tp=2)
-    after = ranks(resume_weights, str(tmp_path), world_size=2, tp=2)
-    assert all(same(a, b) for a, b in zip(before, after))
-    whole = ranks(weights_only, str(tmp_path), world_size=1, tp=1)[0]
-    parts = ranks(weights_only, str(tmp_path), world_size=2, tp=2)
-    assert torch.equal(whole["embed"], torch.cat([part["embed"] for part in parts]))
-    assert same(
-        ranks(resume_weights, str(tmp_path), world_size=1, tp=1)[0],
-        ranks(plain_run, world_size=1, tp=1)[0],
-    )

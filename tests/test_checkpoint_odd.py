@@ -3,6 +3,7 @@ model, models with extra state, nothing but a user's content, folders with odd c
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,20 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as HuggingFaceLlama
 
-from tests.standin import Standin, attempt, same, state
+from tests.standin import Standin, attempt, same, state, zero
 from tutorial_lib.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint, tags
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.storage import xser
-
-
-def zeroed():
-    model = Standin()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
 
 
 def optimizer_of(model, zero1, lr):
@@ -47,8 +40,7 @@ def load_tensor_rate(folder, tag, zero1):
     return optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("use_xser", [False, True])
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize(("zero1", "use_xser"), [(False, True), (True, False)])
 def test_a_learning_rate_that_is_a_tensor(ranks, tmp_path, zero1, use_xser):
     folder = str(tmp_path)
     ranks(save_tensor_rate, folder, zero1, use_xser, world_size=2, tp=2)
@@ -58,7 +50,7 @@ def test_a_learning_rate_that_is_a_tensor(ranks, tmp_path, zero1, use_xser):
 
 
 def load_elsewhere(folder, tag="step_1"):
-    model = zeroed()
+    model = zero(Standin())
     optimizer = optimizer_of(model, True, 0.5)
     with torch.device("meta"):
         load_checkpoint(folder, tag, model, optimizer)
@@ -82,7 +74,7 @@ def save_state_dict(folder, keep_vars):
 
 
 def load_weights(folder, tag=None):
-    model = zeroed()
+    model = zero(Standin())
     load_checkpoint(folder, tag, model)
     return same(state(model), state(Standin()))
 
@@ -166,6 +158,19 @@ def test_after_an_error_of_an_asynchronous_save_the_next_one_works(ranks, tmp_pa
         assert found == ["step_1", "step_2", "step_4"]
 
 
+def save_numbers_for_names(folder, async_save):
+    save_checkpoint(folder, "step_1", {1: torch.ones(1)}, async_save=async_save)
+    finalize_checkpoint()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_verify_would_refuse_is_not_published(ranks, tmp_path, async_save):
+    arguments = (save_numbers_for_names, str(tmp_path), async_save)
+    for kind, message in ranks(attempt, *arguments, world_size=2, tp=2):
+        assert kind is ValueError and "is not published" in message and "not names" in message
+    assert os.listdir(tmp_path) == []
+
+
 # --- Hugging Face folders -------------------------------------------------------------------------
 
 KEY = "model.layers.0.self_attn.k_proj.weight"
@@ -191,16 +196,37 @@ def edit(file, function):
     file.write_text(json.dumps(value))
 
 
-def alter(folder, function):
-    """Another key matrix in the file that has it."""
+def file_of_key(folder):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    file = folder / index["weight_map"][KEY]
-    weights = load_file(file)
-    save_file({**weights, KEY: function(weights[KEY])}, file, metadata={"format": "pt"})
+    return folder / index["weight_map"][KEY]
+
+
+def alter(folder, function):
+    """Another key matrix in the file that has it, or none."""
+    weights = load_file(file_of_key(folder))
+    changed = {**weights, KEY: function(weights[KEY])}
+    changed = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(changed, file_of_key(folder), metadata={"format": "pt"})
+
+
+def pickled(folder):
+    os.remove(folder / INDEX)
+    torch.save({"w": os.DirEntry}, folder / "pytorch_model.bin")
 
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 FOLDERS = {
+    "empty": (lambda f: os.remove(f / CONFIG), [CONFIG, "is missing"]),
+    "foreign": (
+        lambda f: edit(f / CONFIG, lambda c: c.update(model_type="resnet")),
+        ["model_type 'resnet' is not one of"],
+    ),
+    "pickle": (pickled, ["pytorch_model.bin is refused"]),
+    "truncated": (
+        lambda f: os.truncate(file_of_key(f), 1000),
+        ["is truncated or not a safetensors file"],
+    ),
+    "lacks": (lambda f: alter(f, lambda t: None), ["are missing", KEY]),
     "no json": (lambda f: (f / CONFIG).write_text("{"), [CONFIG, "truncated or not JSON"]),
     "a list": (lambda f: (f / CONFIG).write_text("[1]"), [CONFIG, "JSON object"]),
     "bytes": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe"), [CONFIG, "not JSON"]),

@@ -8,14 +8,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 
-from tests.standin import Standin, attempt, same, state
-from tests.test_checkpoint_tools import masters, zero1, zero_resume, zero_straight
-from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint
+from tests.standin import Standin, attempt, run, state, zero
+from tests.test_checkpoint_tools import (
+    assert_same_runs,
+    optimizer_of,
+    zero_resume,
+    zero_straight,
+)
+from tutorial_lib.checkpoint import load_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
-from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers import ranks as ranks_module
 from tutorial_lib.parallel_layers.flat_shards import join_shards
 
 # World size and tensor-parallel size; the first is the one that saves.
@@ -58,44 +62,45 @@ def vendor_state(optimizer) -> dict:
     }
 
 
-def write_as_vendor(folder: str, dtype, with_masters: bool) -> None:
+def trained(dtype, zero1=True):
     model = Standin(dtype)
-    optimizer = zero1(model)
-    for step in range(3):
-        model.train_step(optimizer, step)
-    tp, dp = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-    )
-    value = vendor_state(optimizer)
+    optimizer = optimizer_of(model, zero1)
+    run(model, optimizer, 0, 3)
+    return model, optimizer
+
+
+def write_as_vendor(folder: str, dtype, zero1: bool, with_masters: bool) -> None:
+    model, optimizer = trained(dtype, zero1)
+    place = ranks_module.my_place()
+    value = vendor_state(optimizer) if zero1 else optimizer.state_dict()
     if not with_masters:
-        del value["sharded_master_weights"]
-    for part in ("model", "optim"):
+        value.pop("sharded_master_weights", None)
+    for part, held, dp in (("model", model.state_dict(), 0), ("optim", value, place.dp * zero1)):
         os.makedirs(f"{folder}/step_3/{part}", exist_ok=True)
-    torch.save(value, f"{folder}/step_3/optim/dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_00.pt")
-    if dp == 0:
-        torch.save(
-            model.state_dict(), f"{folder}/step_3/model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt"
-        )
+        if dp == place.dp:
+            name = f"dp_rank_{dp:02d}_tp_rank_{place.tp:02d}_pp_rank_00.pt"
+            torch.save(held, f"{folder}/step_3/{part}/{name}")
     torch.save({"global_step": 3}, f"{folder}/step_3/user_content.pt")
     for name in ("checkpoint", "done"):
         with open(f"{folder}/step_3/{name}", "w") as file:
             file.write("1")
 
 
-@pytest.mark.parametrize("dtype, with_masters", [(torch.bfloat16, True), (torch.float32, False)])
-def test_the_vendors_zero1_at_every_mesh(ranks, tmp_path, dtype, with_masters):
-    ranks(write_as_vendor, str(tmp_path), dtype, with_masters, world_size=4, tp=2)
+@pytest.mark.parametrize(
+    "dtype, zero1, with_masters",
+    [(torch.bfloat16, True, True), (torch.float32, True, False), (torch.float32, False, False)],
+)
+def test_the_vendors_optimizer_at_every_mesh(ranks, tmp_path, dtype, zero1, with_masters):
+    ranks(write_as_vendor, str(tmp_path), dtype, zero1, with_masters, world_size=4, tp=2)
     for world_size, tp in MESHES:
-        found = ranks(zero_resume, str(tmp_path), None, dtype, world_size=world_size, tp=tp)
-        expected = ranks(zero_straight, dtype, world_size=world_size, tp=tp)
-        for (weights, master), (right, right_master) in zip(found, expected):
-            assert same(weights, right) and same(master, right_master), (world_size, tp)
+        mesh = dict(world_size=world_size, tp=tp)
+        found = ranks(zero_resume, str(tmp_path), None, Standin, dtype, zero1, **mesh)
+        assert_same_runs(found, ranks(zero_straight, Standin, dtype, zero1, **mesh))
 
 
 @pytest.mark.parametrize("command", [["merge"], ["reshard", "--tp", "1"]])
 def test_tools_say_what_is_missing(ranks, tmp_path, capsys, command):
-    ranks(write_as_vendor, f"{tmp_path}/run", torch.float32, True, world_size=4, tp=2)
+    ranks(write_as_vendor, f"{tmp_path}/run", torch.float32, True, True, world_size=4, tp=2)
     name, *options = command
     assert main([name, f"{tmp_path}/run/step_3", f"{tmp_path}/out/t", *options]) == 1
     assert "does not have metadata.json" in capsys.readouterr().err
@@ -158,14 +163,6 @@ def test_replicated_tensors_that_differ_are_named(ranks, tmp_path, tp):
 # --- save_sharded_state_dict ----------------------------------------------------------------------
 
 
-def trained(dtype):
-    model = Standin(dtype)
-    optimizer = zero1(model)
-    for step in range(3):
-        model.train_step(optimizer, step)
-    return model, optimizer
-
-
 def save_sharded(folder, dtype, num_workers):
     trained(dtype)[1].save_sharded_state_dict(folder, num_workers)
 
@@ -181,14 +178,10 @@ def save_as_vendor(folder, dtype, _):
 
 
 def go_on_sharded(folder, dtype, num_workers):
-    model = Standin(dtype)
-    optimizer = zero1(model)
-    optimizer.load_sharded_state_dict(
-        folder, num_workers
-    )  # writes the weights too, from the masters
-    for step in range(3, 8):
-        model.train_step(optimizer, step)
-    return state(model), masters(optimizer)
+    model = zero(Standin(dtype))
+    optimizer = optimizer_of(model)
+    optimizer.load_sharded_state_dict(folder, num_workers)  # the weights too, from the masters
+    return run(model, optimizer, 3, 8)
 
 
 @pytest.mark.parametrize(("write", "num_workers"), [(save_sharded, 1), (save_as_vendor, 8)])
@@ -200,12 +193,9 @@ def test_sharded_state_dict_at_every_mesh(ranks, tmp_path, write, num_workers):
     names = [f"optim.dp_rank_0{dp}.tp_rank_0{tp}" for dp in (0, 1) for tp in (0, 1)]
     assert sorted(os.listdir(tmp_path)) == names
     for world_size, tp in MESHES:
-        found = ranks(
-            go_on_sharded, str(tmp_path), dtype, num_workers, world_size=world_size, tp=tp
-        )
-        expected = ranks(zero_straight, dtype, world_size=world_size, tp=tp)
-        for (weights, master), (right, right_master) in zip(found, expected):
-            assert same(weights, right) and same(master, right_master), (world_size, tp)
+        mesh = dict(world_size=world_size, tp=tp)
+        found = ranks(go_on_sharded, str(tmp_path), dtype, num_workers, **mesh)
+        assert_same_runs(found, ranks(zero_straight, Standin, dtype, **mesh))
 
 
 class Bomb:
@@ -235,93 +225,3 @@ def test_an_empty_folder(ranks, tmp_path):
     arguments = (go_on_sharded, str(tmp_path / "none"), torch.float32, 8)
     for kind, message in ranks(attempt, *arguments, world_size=2, tp=2):
         assert kind is FileNotFoundError and "none" in message
-
-
-# --- parameters that are hard to shard ------------------------------------------------------------
-
-
-class Odd(Standin):
-    """What is hard to cut: 7 rows, fewer rows than places, no rows at all, nothing to learn."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__(dtype)
-        self.seven = nn.Parameter((torch.arange(21, dtype=dtype) / 8).reshape(7, 3))
-        self.pair = nn.Parameter((torch.arange(10, dtype=dtype) / 8).reshape(2, 5, 1))
-        self.frozen = nn.Parameter(torch.ones(3, 2, dtype=dtype), requires_grad=False)
-        self.scalar = nn.Parameter(torch.tensor(1.5, dtype=dtype))
-
-    def optimizer(self, zero1: bool = True) -> torch.optim.Optimizer:
-        named = dict(self.named_parameters())
-        few = [(name, named.pop(name)) for name in ("norm", "pair", "frozen")]
-        groups = [{"params": few, "weight_decay": 0.0}, {"params": list(named.items())}]
-        if not zero1:
-            return torch.optim.AdamW(groups, lr=0.05)
-        return NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.05, grad_clipping=False)
-
-
-def train_odd(first: int, last: int, model: Odd, optimizer) -> tuple[dict, dict]:
-    for step in range(first, last):
-        model.train_step(optimizer, step)
-    return state(model), masters(optimizer)
-
-
-def save_odd(folder):
-    model = Odd(torch.bfloat16)
-    optimizer = model.optimizer()
-    train_odd(0, 3, model, optimizer)
-    save_checkpoint(folder, "step_3", model, optimizer)
-
-
-def go_on_odd(folder, tag):
-    model = Odd(torch.bfloat16)
-    optimizer = model.optimizer()
-    load_checkpoint(folder, tag, model, optimizer, restore_random_state=False)
-    return train_odd(3, 8, model, optimizer)
-
-
-def plain_odd(folder, first, last, zero1, tag="step_3"):
-    model = Odd()
-    optimizer = model.optimizer(zero1)
-    if first:
-        load_checkpoint(folder, tag, model, optimizer, restore_random_state=False)
-    for step in range(first, last):
-        model.train_step(optimizer, step)
-    if not first and folder:
-        save_checkpoint(folder, "step_3", model, optimizer)
-    return state(model)
-
-
-def straight_odd():
-    model = Odd(torch.bfloat16)
-    return train_odd(0, 8, model, model.optimizer())
-
-
-def reshard(source, output, tp: int, dp: int, *options: str) -> None:
-    sizes = ["--tp", str(tp), "--dp", str(dp)]
-    assert main(["reshard", str(source), str(output), *sizes, *options]) == 0
-    assert main(["verify", str(output)]) == 0
-
-
-@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (2, 2), (4, 1)])
-def test_odd_parameters_at_every_mesh(ranks, tmp_path, world_size, tp):
-    ranks(save_odd, str(tmp_path), world_size=4, tp=2)
-    for (weights, master), right in zip(
-        ranks(go_on_odd, str(tmp_path), "step_3", world_size=world_size, tp=tp),
-        ranks(straight_odd, world_size=world_size, tp=tp),
-    ):
-        assert same(weights, right[0]) and same(master, right[1])
-
-
-@pytest.mark.parametrize("tool", [False, True])
-@pytest.mark.parametrize("zero1", [False, True])
-def test_odd_parameters_of_a_plain_optimizer(ranks, tmp_path, zero1, tool):
-    """Replicated ranks see the same gradients, so that ZeRO-1 does what the plain one does."""
-    ranks(plain_odd, str(tmp_path), 0, 3, False, world_size=2, tp=2)
-    if tool:
-        reshard(tmp_path / "step_3", tmp_path / "other", 1, 2)
-    tag = "other" if tool else "step_3"
-    for found, expected in zip(
-        ranks(plain_odd, str(tmp_path), 3, 8, zero1, tag, world_size=2, tp=1),
-        ranks(plain_odd, None, 0, 8, zero1, world_size=2, tp=1),
-    ):
-        assert same(found, expected)

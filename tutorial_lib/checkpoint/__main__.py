@@ -5,8 +5,13 @@ import sys
 
 from . import inspect, merge, reshard, split, verify
 
-CHECKPOINT = "a checkpoint, or a folder of them: the latest"
-NEW = "the checkpoint to be, FOLDER/TAG; has to be new"
+COMMANDS = {
+    "inspect": "what a checkpoint holds, and what is missing",
+    "verify": "is it complete, unaltered, and do its shards agree",
+    "merge": "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
+    "split": "from a Hugging Face folder to a checkpoint",
+    "reshard": "to other tensor-parallel and data-parallel sizes, optimizer state included",
+}
 
 
 def _option(text: str) -> tuple[str, object]:
@@ -20,39 +25,27 @@ def _option(text: str) -> tuple[str, object]:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m tutorial_lib.checkpoint", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
-
-    def add(name: str, summary: str, source: str = CHECKPOINT, output: str = NEW):
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("source", help=source)
-        if output:
-            command.add_argument("output", help=output)
-            about = "of the model's class: NAME=VALUE"
-            command.add_argument("--option", type=_option, action="append", default=[], help=about)
-        return command
-
-    add("inspect", "what a checkpoint holds, and what is missing", output="")
-    add("verify", "is it complete, unaltered, and do its shards agree", output="")
-    merge_ = add(
-        "merge",
-        "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
-        output="a file that ends in .safetensors, or a folder; has to be new",
-    )
-    split_ = add("split", "from a Hugging Face folder to a checkpoint", "a Hugging Face folder")
-    split_.add_argument("--xser", action="store_true", help="one file a tensor")
-    reshard_ = add(
-        "reshard", "to other tensor-parallel and data-parallel sizes, optimizer state included"
-    )
-    about = "data-parallel size, for ZeRO-1; by default as before"
-    reshard_.add_argument("--dp", type=int, help=about)
-    about = "one file a tensor; by default as before"
-    reshard_.add_argument("--xser", action=argparse.BooleanOptionalAction, help=about)
-    for command in (split_, reshard_):
-        command.add_argument("--tp", type=int, required=True, help="tensor-parallel size")
-        about = "pad a vocabulary that does not divide"
-        command.add_argument("--pad", action="store_true", help=about)
-    about = "the folder of the Hugging Face model, for a checkpoint without metadata"
-    for command in (merge_, reshard_):
-        command.add_argument("--config", help=about)
+        add = command.add_argument
+        source = "a checkpoint, or a folder of them: the latest"
+        add("source", help="a Hugging Face folder" if name == "split" else source)
+        if name in ("inspect", "verify"):
+            continue
+        new = "a file that ends in .safetensors, or a folder" if name == "merge" else "FOLDER/TAG"
+        add("output", help=f"{new}; has to be new")
+        about = "of the model's class: NAME=VALUE"
+        add("--option", type=_option, action="append", default=[], help=about)
+        if name != "merge":
+            add("--tp", type=int, required=True, help="tensor-parallel size")
+            add("--pad", action="store_true", help="pad a vocabulary that does not divide")
+            about = "one file a tensor; by default as before"
+            add("--xser", action=argparse.BooleanOptionalAction, help=about)
+        if name != "split":
+            about = "the folder of the Hugging Face model, for a checkpoint without metadata"
+            add("--config", help=about)
+        if name == "reshard":
+            add("--dp", type=int, help="data-parallel size, for ZeRO-1; by default as before")
     return result
 
 

@@ -1,8 +1,6 @@
 """The models that are exchanged with Hugging Face, and how each of their tensors is sharded."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -90,26 +88,19 @@ def describe_model(
         raise ValueError(
             f"{cls.__name__} does not have the option {', '.join(unknown)}; it takes {known}"
         )
-    with _world_of_one(), torch.device("meta"):
-        layouts, ties = describe(cls(config, **options).state_dict(keep_vars=True))
-    return {name: layout_at(name, x, tp, found, pad) for name, x in layouts.items()}, ties
-
-
-@contextmanager
-def _world_of_one() -> Iterator[None]:
-    """A mesh of this process alone, gone afterwards; or the one of size 1 that there is."""
-    if parallel_state.model_parallel_is_initialized():
-        if (size := parallel_state.get_tensor_model_parallel_size()) > 1:
-            raise ValueError(f"the tools work in one process, not on a rank of {size}")
-        yield
-        return
-    own_world = not dist.is_initialized()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parallel_state.initialize_fallback_parallel_state()
+    own_mesh, own_world = (
+        not parallel_state.model_parallel_is_initialized(),
+        not dist.is_initialized(),
+    )
+    if not own_mesh and (size := parallel_state.get_tensor_model_parallel_size()) > 1:
+        raise ValueError(f"the tools work in one process, not on a rank of {size}")
     try:
-        yield
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is a world of this process alone
+            layouts, ties = describe(cls(config, **options).state_dict(keep_vars=True))
     finally:
-        parallel_state.destroy_model_parallel()
-        if own_world:
+        if own_mesh:
+            parallel_state.destroy_model_parallel()
+        if own_world and dist.is_initialized():
             dist.destroy_process_group()
+    return {name: layout_at(name, x, tp, found, pad) for name, x in layouts.items()}, ties

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..storage.xser import files_of, is_xser
+from ..storage.xser import is_xser
 from . import tags
 from .layout import Layout
 from .shards import Shards
@@ -29,32 +29,30 @@ def inspect(path: str | Path) -> str:
             lines.append(f"{half.name}: incomplete, left by an interrupted save")
         lines.append("")
     shards = Shards(checkpoint)
-    files = [shards.file(*place) for place in shards.found()]
     missing = {name for name in checkpoint.files if not (checkpoint.path / name).is_file()}
     missing |= {str(file.relative_to(shards.path)) for file in shards.missing()}
     size = sum(file.stat().st_size for file in checkpoint.path.rglob("*") if file.is_file())
-    form = "one file a tensor (xser)" if any(map(is_xser, files)) else "one file a shard"
-    lines += [
-        f"checkpoint  {checkpoint.path}",
-        f"step        {checkpoint.step}",
-        f"mesh        {', '.join(f'{axis} {n}' for axis, n in shards.mesh.items())}",
-        f"size        {size / 1e6:.1f} MB in {sum(len(files_of(file)) for file in files)} files of "
-        f"tensors, {form}",
-        *(
-            _describe_model(shards)
-            if shards.layouts
-            else ["full shapes and layouts are not recorded"]
-        ),
-        f"besides     {', '.join(filter(shards.has, SMALL)) or 'nothing'}",
-        f"missing     {', '.join(sorted(missing)) or 'nothing'}",
-    ]
+    xser = any(is_xser(shards.file(*place)) for place in shards.found())
+    form = "one file a tensor (xser)" if xser else "one file a shard"
+    found = {
+        "checkpoint": checkpoint.path,
+        "step": checkpoint.step,
+        "mesh": ", ".join(f"{axis} {n}" for axis, n in shards.mesh.items()),
+        "size": f"{size / 1e6:.1f} MB, {form}",
+        **_describe_model(shards),
+        "besides": ", ".join(filter(shards.has, SMALL)) or "nothing",
+        "missing": ", ".join(sorted(missing)) or "nothing",
+    }
+    lines += [f"{what:11} {text}" for what, text in found.items()]
     width = max(map(len, shards.layouts or [""]))
     return "\n".join(
         lines + [f"{n:{width}}  {_form(x)}" for n, x in (shards.layouts or {}).items()]
     )
 
 
-def _describe_model(shards: Shards) -> list[str]:
+def _describe_model(shards: Shards) -> dict[str, str]:
+    if not shards.layouts:
+        return {"model": "full shapes and layouts are not recorded"}
     layouts, ties, optimizer = shards.layouts, shards.metadata["tied"], shards.metadata["optimizer"]
     twice = {name for group in ties for name in group[1:]}
     once = [layout for name, layout in layouts.items() if name not in twice]
@@ -64,14 +62,14 @@ def _describe_model(shards: Shards) -> list[str]:
     where = "none" if optimizer is None else "on every data-parallel rank"
     if optimizer and optimizer["zero1"]:
         where = f"ZeRO-1 over data-parallel groups of {shards.degree}"
-    return [
-        f"model       {shards.metadata['architecture']}, {total:,} elements in {len(once)} tensors "
+    return {
+        "model": f"{shards.metadata['architecture']}, {total:,} elements in {len(once)} tensors "
         f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
-        f"tied        {'; '.join(' = '.join(group) for group in ties) or 'nothing'}",
-        f"sharded     {sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on every "
+        "tied": "; ".join(" = ".join(group) for group in ties) or "nothing",
+        "sharded": f"{sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on every "
         "rank",
-        f"optimizer   {where}",
-    ]
+        "optimizer": where,
+    }
 
 
 def _form(layout: Layout) -> str:

@@ -13,7 +13,7 @@ from ..parallel_layers.random import set_rng_state
 from ..storage.objects import to_host
 from . import background, layout, tags
 from .optimizer_state import load_optimizer, read_optimizer
-from .save import parameter_names
+from .save import check_stateful, parameter_names
 from .shards import Shards
 
 MISFITS = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
@@ -67,11 +67,7 @@ def load_checkpoint(
             raise ValueError("use_zero1_dcp is not supported")
         ranks.check_folder(path)
         ranks.waves(num_workers)
-        if not (model is None or isinstance(model, (dict, torch.nn.Module))):
-            raise ValueError(f"model {model!r} is neither a module nor a dict")
-        for name, what in {"optimizer": optimizer, "scheduler": scheduler}.items():
-            if not (what is None or isinstance(what, dict) or hasattr(what, "load_state_dict")):
-                raise ValueError(f"{name} {what!r} does not have load_state_dict and is not a dict")
+        check_stateful(model=model, optimizer=optimizer, scheduler=scheduler)
 
     ranks.together(check)
     source = ranks.together(Shards, ranks.from_rank_zero(lambda: _choose(Path(path), tag)))
@@ -90,7 +86,8 @@ def load_checkpoint(
         ranks.together(_fill, optimizer, state, source.path / "optim", load_optimizer)
     if scheduler is not None:
         state = ranks.together(source.object, "scheduler.pt")
-        ranks.together(_fill, scheduler, state, source.path / "scheduler.pt", _load_scheduler)
+        load = dict.update if isinstance(scheduler, dict) else type(scheduler).load_state_dict
+        ranks.together(_fill, scheduler, state, source.path / "scheduler.pt", load)
     if restore_random_state or (restore_random_state is None and optimizer is not None):
         ranks.together(_restore_random_state, source)
     return ranks.together(
@@ -115,13 +112,6 @@ def _fill(target, state: dict, file: Path, load) -> None:
         load(target, state)
     except MISFITS as error:
         raise ValueError(f"{file} is of another {type(target).__name__}: {error}") from error
-
-
-def _load_scheduler(scheduler, state: dict) -> None:
-    if isinstance(scheduler, dict):
-        scheduler.update(state)
-    else:
-        scheduler.load_state_dict(state)
 
 
 def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:

@@ -58,8 +58,8 @@ def save_checkpoint(
         use_xser: write tensor by tensor, so that no more than one of them is on the host.
         num_kept_ckpts: how many complete checkpoints stay; None or -1 keeps all.
         async_save: copy to the host and return; the copy is written meanwhile. One such save is
-            under way at most: the next call (or `finalize_checkpoint`) waits for it and raises its
-            error.
+            under way at most: the next call (or `finalize_checkpoint`, to be called before the
+            process group is destroyed) waits for it and raises its error.
         zero1_optimizer: the optimizer's state dict is a ZeRO-1 shard; found out by itself.
         step: the training step; by default `user_content`'s `global_step` or `step`, else the
             number at the end of the tag.
@@ -89,9 +89,7 @@ def save_checkpoint(
         ranks.waves(num_workers)
         if step is not None and (type(step) is not int or step < 0):
             raise ValueError(f"step {step!r} must be an integer from 0 on")
-        for name, what in {"model": model, "optimizer": optimizer, "scheduler": scheduler}.items():
-            if not (what is None or isinstance(what, dict) or hasattr(what, "state_dict")):
-                raise ValueError(f"{name} {what!r} does not have state_dict and is not a dict")
+        check_stateful(model=model, optimizer=optimizer, scheduler=scheduler)
 
     ranks.together(check)
     folder, tag, mesh, rank = Path(checkpoint_dir_str), str(tag), ranks.mesh(), dist.get_rank()
@@ -134,6 +132,13 @@ def save_checkpoint(
         background.start(work)
     else:
         work(lambda function: ranks.gather(ranks.together(function)))
+
+
+def check_stateful(**given) -> None:
+    """Raises ValueError unless each has a state dict or is one, or is None."""
+    for name, what in given.items():
+        if not (what is None or isinstance(what, dict) or hasattr(what, "state_dict")):
+            raise ValueError(f"{name} {what!r} does not have a state_dict and is not a dict")
 
 
 def _step(tag: str, user_content) -> int | None:

@@ -27,6 +27,7 @@ class Shards:
 
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
+        blanks: of xser only shapes and dtypes are needed.
 
     Attributes:
         path: its folder.
@@ -41,8 +42,8 @@ class Shards:
             name.
     """
 
-    def __init__(self, checkpoint: Complete):
-        self.checkpoint, self.path = checkpoint, checkpoint.path
+    def __init__(self, checkpoint: Complete, blanks: bool = False):
+        self.checkpoint, self.path, self._blanks = checkpoint, checkpoint.path, blanks
         self._open: dict[Path, dict] = {}
         if self.has(METADATA):
             self._check(METADATA)
@@ -105,7 +106,7 @@ class Shards:
         file = self.file(part, tp, dp)
         if file not in self._open:
             self._check(str(file.relative_to(self.path)))
-            if not isinstance(value := xser.load(file, mmap=True), dict):
+            if not isinstance(value := xser.load(file, True, self._blanks), dict):
                 raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
             if part == "model" and not all(isinstance(name, str) for name in value):
                 raise ValueError(f"{file} has keys that are not names of tensors")

@@ -60,7 +60,7 @@ def _problems(checkpoint: tags.Complete, data: bool) -> Iterator[str]:
         data: compare what ranks hold alike too, and try out the random states.
     """
     try:
-        shards = Shards(checkpoint)
+        shards = Shards(checkpoint, blanks=not data)
         yield from (f"{file} is missing" for file in shards.missing())
         for name in filter(shards.has, SMALL if data else SMALL[:2]):
             check_small(shards, name)

@@ -173,12 +173,14 @@ def _safe_globals() -> list:
     return allowed + list({type(np.dtype(kind)): None for kind in NUMPY_KINDS})
 
 
-def load(path: str | Path, mmap: bool = False):
+def load(path: str | Path, mmap: bool = False, blanks: bool = False):
     """What `save` (or torch, or torch-xla) wrote to `path`, on the host: tensors and plain data
     only.
 
     Args:
         mmap: leave the tensors in the file until they are used.
+        blanks: do not open the files of single tensors, of which there may be more than a process
+            can map; put blanks in their place.
 
     Raises:
         FileNotFoundError: there is no such regular file.
@@ -186,6 +188,7 @@ def load(path: str | Path, mmap: bool = False):
             (code is refused, never run); with its path.
     """
     path, loaded = Path(path), {}
+    infos = _read(info_file(path), False) if blanks and is_xser(path) else {}
     kinds = (torch.Tensor, TensorReference)
 
     def resolve(item: torch.Tensor | TensorReference) -> torch.Tensor:
@@ -193,6 +196,9 @@ def load(path: str | Path, mmap: bool = False):
             return item
         if type(tid := getattr(item, "tid", None)) is not int:
             raise ValueError(f"{path}: a reference to a tensor does not have a number")
+        if blanks:
+            check_file(tensor_file(path, tid))
+            return blank(infos[tid]["shape"], infos[tid]["dtype"])
         if tid not in loaded:
             loaded[tid] = _read(tensor_file(path, tid), mmap)
             if not isinstance(loaded[tid], torch.Tensor):
@@ -244,9 +250,3 @@ def _reason(error: Exception) -> str:
     """The line of torch's long message that names what was refused."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
-
-
-def files_of(path: str | Path) -> list[Path]:
-    """The files that hold what was saved to `path`."""
-    others = [info_file(path), *sorted(tensors_folder(path).glob("tensor_*.pt"))]
-    return [Path(path), *(file for file in others if file.is_file())]
