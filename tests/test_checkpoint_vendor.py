@@ -75,7 +75,10 @@ def write_as_vendor(folder: str, dtype, zero1: bool, with_masters: bool) -> None
     value = vendor_state(optimizer) if zero1 else optimizer.state_dict()
     if not with_masters:
         value.pop("sharded_master_weights", None)
-    for part, held, dp in (("model", model.state_dict(), 0), ("optim", value, place.dp * zero1)):
+    for part, held, dp in (
+        ("model", model.state_dict(keep_vars=True), 0),
+        ("optim", value, place.dp * zero1),
+    ):
         os.makedirs(f"{folder}/step_3/{part}", exist_ok=True)
         if dp == place.dp:
             name = f"dp_rank_{dp:02d}_tp_rank_{place.tp:02d}_pp_rank_00.pt"

@@ -152,7 +152,7 @@ class Shards:
                 f"{self.file('model', rank)}: {name} is {tuple(found.shape)} {found.dtype}, "
                 f"{tuple(layout.local_shape())} {layout.dtype} was expected"
             )
-        return found
+        return found.detach()  # the vendor's may be a parameter
 
     def weights(self, name: str) -> list[torch.Tensor]:
         """The shards of a weight; one if all ranks have the same."""
