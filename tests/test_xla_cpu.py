@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tutorial_lib import backends
+from tutorial_lib import backends, xla_cpu
 from tutorial_lib.xla_cpu.graphs import Collective, find_collectives
 
 XLA = {"backend": "xla", "timeout": 240}
@@ -48,6 +48,8 @@ def collectives_on_ranks():
         xm.reduce_scatter("sum", x, 0.5, 1, 2, groups=pair, pin_layout=False),
         xm.all_to_all(x, 0, 1, 2, groups=pair, pin_layout=False),
         xm.collective_permute(x, [[0, 1], [1, 0]]),
+        *xm.all_gather_bucketized([x, x], groups=pair),
+        *xm.reduce_scatter_bucketized("sum", [x, x + 1], 1.0, 1, 2, groups=pair),
         x * (rank + 2),  # a graph that differs between the ranks
     ]
     in_place = x.clone()
@@ -70,12 +72,21 @@ def test_collectives_give_the_values_of_all_ranks_and_leave_their_input(ranks):
             total.chunk(2, 1)[rank] / 2,
             torch.cat([t.chunk(2, 0)[rank] for t in inputs], 1),
             inputs[1 - rank],
+            *[torch.cat(inputs, 0)] * 2,
+            *[summed.chunk(2, 1)[rank] for summed in (total, total + 2)],
             inputs[rank] * (rank + 2),
             total / 2,
             inputs[rank],
         ]
         for index, (a, b) in enumerate(zip(got[rank], expected)):
             assert torch.equal(a, b), (rank, index, a, b)
+
+
+@pytest.mark.parametrize("name", xla_cpu.NARROW)
+def test_float32_as_bfloat16_is_refused_by_name(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"{name}=1"):
+        xla_cpu.start()
 
 
 def dtypes_on_ranks():

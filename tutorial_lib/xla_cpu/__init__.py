@@ -20,11 +20,13 @@ pending graph goes to jaxlib's client instead, which compiles it as one replica 
 """
 
 import atexit
+import os
 
 import torch.distributed as dist
 
 from .graphs import Collective, find_collectives
 
+NARROW = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # torch-xla then stores float32 as bfloat16
 _boundary = None
 
 
@@ -37,8 +39,15 @@ def start(timeout: float = 60.0) -> None:
         timeout: seconds that a step waits for ranks that do not reach theirs.
 
     Raises:
+        ValueError: a variable asks torch-xla to store float32 as bfloat16.
         RuntimeError: it is started already, or the process group is missing.
     """
+    for name in NARROW:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise ValueError(
+                f"{name}={os.environ[name]}: XLA between CPU processes does not store float32 as "
+                "bfloat16. Unset the variable; a bfloat16 model does without it"
+            )
     global _boundary
     if _boundary is not None:
         raise RuntimeError("XLA between CPU processes is started already: stop() comes first")

@@ -1,7 +1,9 @@
 """One step over all processes, and torch-xla's own step boundary replaced by it."""
 
+import jax  # noqa: F401  before the threads of MpDeviceLoader, which would race to import it
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from . import saved, tensors
@@ -24,6 +26,7 @@ class StepBoundary:
         self._packed = saved.PackedTensors()
         self._own_step_marker = _XLAC._xla_step_marker
         self._own_world = xr._WORLD_SIZE, xr._ORDINAL
+        self._own_reduce_scatter, xm.reduce_scatter = xm.reduce_scatter, self._reduce_scatter
         _XLAC._xla_step_marker = self._step_marker
         xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
 
@@ -33,6 +36,7 @@ class StepBoundary:
             tensors.drop_rest(str(torch_xla.device()))
         _XLAC._xla_step_marker = self._own_step_marker
         xr._WORLD_SIZE, xr._ORDINAL = self._own_world
+        xm.reduce_scatter = self._own_reduce_scatter
         self._packed.remove()
         self._live.close()
         self._guard.remove()
@@ -46,6 +50,16 @@ class StepBoundary:
         # Nothing is left to run. This ends the step for torch-xla: the next random seed, a new
         # chain of collectives.
         self._own_step_marker(device, devices, wait=wait, reset_scope=reset_scope)
+
+    def _reduce_scatter(self, reduce_type, input, *args, **kwargs):
+        """torch-xla's, one tensor of a list after the other: jaxlib compiles none of several."""
+        if isinstance(input, torch.Tensor):
+            return self._own_reduce_scatter(reduce_type, input, *args, **kwargs)
+        outputs = kwargs.pop("output", None) or [None] * len(input)
+        return [
+            self._own_reduce_scatter(reduce_type, one, *args, output=output, **kwargs)
+            for one, output in zip(input, outputs, strict=True)
+        ]
 
     @torch.no_grad()
     def run_pending(self, device: str) -> int:
