@@ -174,33 +174,4 @@ MISTAKES = {
             "because ranks that share a model see the same",
         ),
     },
-    "03_gpt_neox_sequence_parallel": {
-        "layer": (
-            "mebibytes = 2048 * 6144 * (6 + 24 / 32) / 2**20",
-            "because that is without sequence parallel",
-        ),
-        "state": ("gigabytes = 20.55 * 12 / 32", "because that is without ZeRO-1"),
-    },
-    "04_llama2_selective_checkpointing": {
-        "probabilities": ("mebibytes = 1024", "off by 896, because that is all ranks together"),
-        "batch": ("micro_batches = 8", "off by 56, because 8 ranks share one sequence"),
-    },
-    "05_megatron_gpt_pretraining": {
-        "padding": (
-            "rows_8, rows_32 = 50304, 50304",
-            "because each rank has a multiple of 128 rows",
-        ),
-        "hours": ("micro_batches, hours = 64, 24.4", "because 4 replicas share the 64 samples"),
-    },
-    "06_checkpoints": {
-        "gate": (
-            "def full_gate(shards):\n    return torch.cat(shards)",
-            "because each rank's rows of up are still between them",
-        ),
-        "size": ("gigabytes = 6.74 * 10", "off by 26.96, because the masters are saved too"),
-    },
-    "07_plan_a_real_run": {
-        "smallest": ("smallest = 4", "off by 4, because weights and gradients alone"),
-        "leaving": ("gigabytes = 100", "because replicas on one node can add up first"),
-    },
 }
