@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..backends import mark_step
 from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
 from ..storage import Digest, objects, xser
@@ -94,11 +95,14 @@ def save_checkpoint(
     ranks.together(check)
     folder, tag, mesh, rank = Path(checkpoint_dir_str), str(tag), ranks.mesh(), dist.get_rank()
     step = _step(tag, user_content) if step is None else step
-    small = {"scheduler": _state_of(scheduler), "user_content": user_content}
-    small["random_state"] = {"ranks": ranks.gather(get_rng_state())}
     weights, state = ranks.together(
         lambda: (_state_of(model, keep_vars=True), _state_of(optimizer))
     )
+    # On xla a graph that is still pending would run once for every tensor, and the end of a step
+    # changes the random state: it is read behind it.
+    mark_step()
+    small = {"scheduler": _state_of(scheduler), "user_content": user_content}
+    small["random_state"] = {"ranks": ranks.gather(get_rng_state())}
     zero1 = zero1_optimizer or "base_state" in (state or {})
     metadata = ranks.together(_metadata, model, optimizer, weights, state, zero1)
     files = ranks.together(_files, weights, state, small, zero1, use_xser, async_save)
@@ -160,11 +164,6 @@ def _files(
     of copies on the host. All that is saved is checked, on every rank.
     """
     place, files = ranks.my_place(), []
-    first = next((t for t in (weights or {}).values() if torch.is_tensor(t)), None)
-    if first is not None and first.device.type == "xla":
-        import torch_xla
-
-        torch_xla.sync()  # a graph that is still pending would run once for every tensor
     for name, value in {"model": weights, "optimizer": state, **small}.items():
         objects.check(value, name)
     objects.check_finite(weights or {}, "model")  # masters are the weights, to more digits
