@@ -99,7 +99,7 @@ def save_checkpoint(
         lambda: (_state_of(model, keep_vars=True), _state_of(optimizer))
     )
     # On xla a graph that is still pending would run once for every tensor, and the end of a step
-    # changes the random state: it is read behind it.
+    # changes the random state, which is therefore read after it.
     mark_step()
     small = {"scheduler": _state_of(scheduler), "user_content": user_content}
     small["random_state"] = {"ranks": ranks.gather(get_rng_state())}
