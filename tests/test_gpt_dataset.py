@@ -1,11 +1,10 @@
 """GPT samples: Megatron-LM's order, the cache on disk, splits, and batches by consumed samples."""
 
-import itertools
 import json
 import logging
-import multiprocessing
-import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from tests.megatron_core import import_megatron
 from tutorial_lib.data import gpt_index
 from tutorial_lib.data.gpt_dataset import GPTDataset, build_gpt_datasets, split_documents
 from tutorial_lib.data.gpt_index import build_indices, build_sample_index, cached_indices
-from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path
+from tutorial_lib.data.indexed_dataset import IndexedDataset
 from tutorial_lib.data.indexed_dataset_builder import IndexedDatasetBuilder
-from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
 GOLDEN = np.array([3, 2, 1], np.int32)
 
@@ -129,36 +127,6 @@ def test_samples_equal_those_of_megatron_core(make, tmp_path, split, wanted):
                 assert torch.equal(text[1:], their[i]["labels"])
 
 
-def test_samples_share_their_last_token(make):
-    """In one epoch without shuffling, the row of documents is cut with one token of overlap."""
-    prefix = make([5, 1, 1, 500, 3, 90])
-    data = GPTDataset(IndexedDataset(prefix), "train", range(6), 1, 16, 0)
-    lengths = data.indexed.sequence_lengths
-    row = np.concatenate([data.indexed[i] for i in data.indices.document])
-    assert len(data) == 599 // 16 and lengths.sum() == len(row)
-    for i in range(len(data)):
-        start = int(data.indices.shuffle[i]) * 16
-        text = data[i]["text"]
-        assert text.dtype == torch.int64 and text.tolist() == row[start : start + 17].tolist()
-        assert sum(length for _, _, length in data.parts(i)) == 17
-    with pytest.raises(IndexError):
-        data[len(data)]
-
-
-def test_empty_sequences_of_another_builder(tmp_path):
-    indexed_dataset, _, _ = import_megatron()
-    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "a.bin"), np.int32)
-    for document in ([], [1, 2, 3], [], [4, 5], []):
-        builder.add_document(document, [len(document)])
-    builder.finalize(str(tmp_path / "a.idx"))
-    for seed in range(5):
-        data = GPTDataset(IndexedDataset(tmp_path / "a"), "train", range(5), 4, 2, seed)
-        row = np.concatenate([data.indexed[i] for i in data.indices.document])
-        for i in range(len(data)):
-            start = int(data.indices.shuffle[i]) * 2
-            assert data[i]["text"].tolist() == row[start : start + 3].tolist()
-
-
 @pytest.mark.parametrize(
     "split, n, expected",
     [
@@ -179,26 +147,6 @@ def test_split(split, n, expected):
     assert sum(map(list, ranges.values()), []) == list(range(n))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "nan", "inf,1"])
-def test_wrong_split(split):
-    with pytest.raises(ValueError, match=f"split {split!r}"):
-        split_documents(split, 10)
-
-
-def test_wrong_numbers(make, tmp_path):
-    prefix = make([9, 9])
-    indexed = IndexedDataset(prefix)
-    for samples, seq_length, message in [(0, 4, "num_samples is 0"), (4, 0, "seq_length is 0")]:
-        with pytest.raises(ValueError, match=message):
-            GPTDataset(indexed, "train", range(2), samples, seq_length, 0)
-    with pytest.raises(ValueError, match=r"data\.bin.*'valid' hold no token, 5 samples"):
-        build_gpt_datasets(prefix, "100,0,0", (5, 5, 0), 4, 0)
-    with pytest.raises(ValueError, match="below 0"):
-        build_gpt_datasets(prefix, "100,0,0", (5, -5, 0), 4, 0)
-    with pytest.raises(ValueError, match="no token"):
-        build_indices(np.zeros(3, np.int32), 0, 1, 1, 0)
-
-
 def test_a_token_that_the_model_does_not_have(make):
     prefix = make([9, 9])
     data = build_gpt_datasets(prefix, "1", (8, 0, 0), 4, 0, vocab_size=18)[0]
@@ -208,41 +156,22 @@ def test_a_token_that_the_model_does_not_have(make):
         [data[i] for i in range(len(data))]
 
 
-def megatron_batches(total, consumed, micro, rank, size):
-    """Megatron-LM's rule: blocks of micro × size samples in a row, each rank its part of a
-    block.
-    """
-    while consumed + micro * size <= total:
-        block = list(range(consumed, consumed + micro * size))
-        yield block[rank * micro : (rank + 1) * micro]
-        consumed += micro * size
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "nan", "inf,1"])
+def test_wrong_split(split):
+    with pytest.raises(ValueError, match=f"split {split!r}"):
+        split_documents(split, 10)
 
 
-@pytest.mark.parametrize("size, micro", [(1, 8), (2, 4), (4, 2), (8, 1), (4, 1)])
-def test_batches_are_megatrons_and_resume_by_consumed_samples(make, size, micro):
-    data = GPTDataset(IndexedDataset(make(random_lengths(20))), "train", range(20), 64, 4, 0)
-    state = None
-    for consumed in (0, 24, 40):  # stopped twice, resumed by new samplers
-        for rank in range(size):
-            sampler = ResumableBatchSampler(data, micro, size, rank, shuffle=False)
-            if state is not None:
-                sampler.load_state_dict(state)
-            assert sampler.consumed_samples == consumed
-            expected = list(megatron_batches(len(data), consumed, micro, rank, size))
-            assert list(itertools.islice(sampler, len(expected))) == expected
-        sampler = ResumableBatchSampler(data, micro, size, 0, shuffle=False)
-        sampler.advance((24 if consumed == 0 else 40) // (micro * size))
-        state = sampler.state_dict()
-    loader = data_loader(data, ResumableBatchSampler(data, micro, size, 0, shuffle=False))
-    expected = torch.stack([data[i]["text"] for i in range(micro)])
-    assert torch.equal(next(iter(loader))["text"], expected)
+def test_numbers_and_splits_that_give_no_sample(make):
+    prefix = make([9, 9])
+    for samples, seq_length, message in [(5, 4, "'valid' hold no token, 5"), (-5, 4, "below 0")]:
+        with pytest.raises(ValueError, match=message):
+            build_gpt_datasets(prefix, "100,0,0", (5, samples, 0), seq_length, 0)
+    with pytest.raises(ValueError, match="seq_length is 0"):
+        build_gpt_datasets(prefix, "1", (5, 0, 0), 0, 0)
 
 
 # The cache
-
-
-def fail(*args):
-    raise AssertionError("built, although it was in the cache")
 
 
 STEM = "data_train_indexmap_30ns_8sl_7s"
@@ -251,18 +180,6 @@ PARTS = [f"{STEM}_{part}_idx.npy" for part in ("doc", "sample", "shuffle")]
 
 def train_data(prefix, **options):
     return build_gpt_datasets(prefix, "9,1,0", (30, 0, 0), 8, 7, **options)[0]
-
-
-def test_cache_files_and_a_second_opening(make, monkeypatch, tmp_path):
-    prefix = make(random_lengths(20))
-    data = train_data(prefix)
-    for name, array in zip(PARTS, data.indices, strict=True):
-        assert np.array_equal(np.load(tmp_path / name), array)
-    assert not list(tmp_path.glob("*.part"))
-    monkeypatch.setattr(gpt_index, "build_indices", fail)
-    again = train_data(prefix)
-    assert all(isinstance(array, np.memmap) for array in again.indices)
-    assert all(torch.equal(again[i]["text"], data[i]["text"]) for i in range(len(data)))
 
 
 def open_on_rank(prefix, cache):
@@ -283,6 +200,33 @@ def test_one_rank_builds_for_all(make, tmp_path, ranks):
     assert all(torch.equal(text, found[0][1]) for _, text in found)
     found = ranks(open_on_rank, prefix, tmp_path / "cache", world_size=2)
     assert sum(built for built, _ in found) == 0
+
+
+READ_ONLY = """
+import logging, os, sys
+from tests.test_gpt_dataset import train_data
+if os.geteuid() == 0:
+    os.setuid(65534)
+data = train_data(sys.argv[1])
+print(type(data.indices.sample).__name__, data[0]["text"].sum().item())
+"""
+
+
+def test_a_folder_that_is_read_only(make):
+    """Without a cache the index is built in memory, with a warning; a cache there is used."""
+    prefix = make(random_lengths(20))
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder, found = Path(name), []
+        for suffix in (".bin", ".idx"):
+            shutil.copy(prefix.with_suffix(suffix), folder)
+        for _ in range(2):
+            folder.chmod(0o555)
+            command = [sys.executable, "-c", READ_ONLY, str(folder / "data")]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found.append((*done.stdout.split(), "no permission" in done.stderr))
+            folder.chmod(0o755)
+            total = str(train_data(folder / "data")[0]["text"].sum().item())
+    assert found == [("ndarray", total, True), ("memmap", total, False)]
 
 
 @pytest.mark.parametrize("change", ["lengths", "split", "cut", "missing", "side", "marker"])
@@ -312,82 +256,11 @@ def test_a_stale_or_damaged_cache_is_built_anew(make, tmp_path, caplog, change):
     expected = build_indices(part, documents.start, 30, 8, 7)
     for found, array in zip(data.indices, expected):
         assert np.array_equal(found, array)
+    assert all(isinstance(array, np.memmap) for array in data.indices)
     changed = any(not np.array_equal(a, b) for a, b in zip(old, expected))
     assert changed == (change in ("lengths", "split"))
     assert ("built anew" in caplog.text) == (change not in ("missing", "marker"))
     assert json.loads(side.read_text())["first_document"] == documents.start
-
-
-def test_other_tokens_of_the_same_lengths_are_read_anew(make, tmp_path, monkeypatch):
-    """The indices say which places make a sample, so they hold for any tokens at these places."""
-    prefix = make(random_lengths(20))
-    before = train_data(prefix)[0]["text"]
-    tokens = np.fromfile(bin_path(prefix), np.int32)
-    (tokens + 5000).tofile(bin_path(prefix))
-    monkeypatch.setattr(gpt_index, "build_indices", fail)
-    assert torch.equal(train_data(prefix)[0]["text"], before + 5000)
-
-
-def _without_rights(folder, connection):
-    """In a process of its own: open the data set as somebody who may not write to its folder."""
-    if os.geteuid() == 0:
-        os.setuid(65534)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    gpt_index.log.addHandler(handler)
-    try:
-        assert not os.access(folder, os.W_OK)
-        data = train_data(folder / "data")
-        connection.send((data[0]["text"].tolist(), type(data.indices.sample).__name__, messages))
-    except BaseException as error:
-        connection.send(error)
-
-
-def open_without_rights(folder):
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_without_rights, args=(folder, sender))
-    process.start()
-    assert receiver.poll(30)
-    answer = receiver.recv()
-    process.join()
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
-@pytest.fixture
-def read_only(make):
-    """A folder with the data set that another user can read, and nobody write to."""
-    prefix = make(random_lengths(20))
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    for suffix in (".bin", ".idx"):
-        shutil.copy(prefix.with_suffix(suffix), folder)
-    yield folder
-    folder.chmod(0o755)
-    shutil.rmtree(folder)
-
-
-def test_a_read_only_cache_is_used(read_only):
-    expected = train_data(read_only / "data")[0]["text"].tolist()
-    read_only.chmod(0o555)
-    assert open_without_rights(read_only) == (expected, "memmap", [])
-
-
-def test_no_permission_for_the_cache(read_only):
-    read_only.chmod(0o555)
-    text, kind, (message,) = open_without_rights(read_only)
-    assert kind == "ndarray" and "no permission" in message and str(read_only) in message
-    assert sorted(os.listdir(read_only)) == ["data.bin", "data.idx"]
-    read_only.chmod(0o755)
-    assert text == train_data(read_only / "data")[0]["text"].tolist()
-
-
-def test_a_cache_folder_that_is_a_file(make, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        train_data(make([50, 50]), cache_dir=tmp_path / "file" / "cache")
 
 
 def test_a_full_disk_leaves_no_half_cache(tmp_path, monkeypatch):

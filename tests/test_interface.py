@@ -49,8 +49,7 @@ SIGNATURES = {
     "parallel_layers.random.model_parallel_xla_manual_seed": "seed",
     "parallel_layers.move_model_to_device": "model, device",
     "utils.model_utils.move_model_to_device": "model, device",
-    "utils.activation_checkpoint.checkpoint_wrapper": "module, checkpoint_impl=NO_REENTRANT, "
-    "checkpoint_fn=checkpoint",
+    "utils.activation_checkpoint.checkpoint_wrapper": "module",
     "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams": "params, lr=0.001, betas=(0.9, 0.999), "
     "eps=1e-06, weight_decay=0.0, correct_bias=True, no_deprecation_warning=True, "
     "differentiable=False, capturable=False",

@@ -138,7 +138,7 @@ def data(tmp_path_factory):
             file["next_sentence_labels"] = np.arange(len(rows)) % 2
     with IndexedDatasetBuilder(folder / "gpt", np.uint16, 257) as builder:
         for row in rows:
-            builder.add_document(np.append(row, 256))
+            builder.add_documents(np.append(row, 256), [len(row) + 1])
     names = {chr(256 + i): i for i in range(256)} | {"<|endoftext|>": 256}
     (folder / "vocab.json").write_text(json.dumps(names))
     (folder / "merges.txt").write_text("#version: 0.2\n")

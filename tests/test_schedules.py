@@ -1,6 +1,7 @@
 """The learning rate by samples: Megatron-LM's formula, and what a checkpoint may change."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,11 +27,9 @@ def test_cosine(samples, expected):
     assert COSINE.at(samples) == pytest.approx(expected, rel=1e-12)
 
 
-def test_linear_and_constant():
+def test_linear():
     linear = Schedule(1.0, 0.2, 0, 100, "linear")
     assert [linear.at(n) for n in (0, 25, 50, 100, 101)] == pytest.approx([1, 0.8, 0.6, 0.2, 0.2])
-    constant = Schedule(1.0, 0.2, 10, 100, "constant")
-    assert [constant.at(n) for n in (5, 10, 100, 1000)] == pytest.approx([0.5, 1, 1, 1])
 
 
 def test_the_published_run():
@@ -84,3 +83,17 @@ def test_another_schedule_is_refused_kept_or_taken():
     kept.load_state_dict(saved.state_dict())
     taken.load_state_dict(saved.state_dict())
     assert kept.get_last_lr()[0] == other.at(64) and taken.get_last_lr()[0] == COSINE.at(64)
+
+
+@pytest.mark.parametrize("fraction, iters", [(0.29, 100), (0.015, 100), (0.01, 320000), (0.0, 6)])
+def test_the_schedule_is_megatrons(fraction, iters):
+    """Its scheduler, with the steps that its training script makes of the arguments."""
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    optimizer, decay = SimpleNamespace(param_groups=[{}]), 8 * iters
+    theirs = module.OptimizerParamScheduler(
+        optimizer, 0.0, 1e-2, 1e-3, fraction * decay, decay, "cosine", 0.0, 0.0, decay, "constant"
+    )
+    ours = Schedule(1e-2, 1e-3, fraction * decay, decay, "cosine")
+    for iteration in range(min(iters, 500) + 2):
+        assert ours.at(8 * iteration) == pytest.approx(optimizer.param_groups[0]["lr"])
+        theirs.step(8)

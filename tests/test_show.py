@@ -1,7 +1,6 @@
 """Tables, predictions, claims, exercises, source, pictures, and the counter of bytes sent."""
 
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -14,7 +13,6 @@ from tutorial_lib.lab import show
 from tutorial_lib.lab.show.exercises import verdict
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.recording import bytes_sent
-from tutorial_lib.training.metrics import Metric, TrainingMetrics
 
 
 def test_table_is_text_and_html():
@@ -135,22 +133,6 @@ def test_claims_that_fail(tmp_path, measured, expected, options):
 def test_claims_that_make_no_sense(tmp_path, options):
     with pytest.raises(ValueError, match="relation"):
         show.Claims(tmp_path, {}).add("it", 1, 1, **options)
-
-
-def store(path, worker):
-    for i in range(20):
-        TrainingMetrics(path).store_metrics([Metric("Loss", i, additional_data={"worker": worker})])
-
-
-def test_several_writers_of_one_results_file_lose_nothing(tmp_path):
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=store, args=(tmp_path / "results.json", w)) for w in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(TrainingMetrics(tmp_path / "results.json").read()["results"]["metrics"]) == 60
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_exercise_verdicts_on_one_answer():

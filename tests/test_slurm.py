@@ -80,14 +80,14 @@ def test_a_batch_file_that_makes_no_sense_is_refused(capsys):
     with pytest.raises(ValueError, match="no command"):
         batch_script([], 1, 1)
     for number in (0, True, 2.5, "2"):
-        with pytest.raises(ValueError, match=f"nodes is {number!r}, must be a whole number"):
+        with pytest.raises(ValueError, match=f"nodes is {number!r}, must be a positive integer"):
             batch_script(["train.py"], number, 1)
     for odd in (dict(name="a\nb"), dict(name=""), dict(options=["--exclusive\nreboot"])):
         with pytest.raises(ValueError, match="not one line"):
             batch_script(["train.py"], 1, 1, **odd)
     with pytest.raises(SystemExit):
         batch_script_command(["--nodes", "1", "--ranks-per-node", "-3", "--", "train.py"])
-    assert "ranks_per_node is -3, must be a whole number" in capsys.readouterr().err
+    assert "ranks_per_node is -3, must be a positive integer" in capsys.readouterr().err
 
 
 def test_words_of_the_command_arrive_as_they_are(tmp_path):

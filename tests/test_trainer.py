@@ -3,14 +3,12 @@ wave-wise building.
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from tutorial_lib import xla_model as xm
-from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
@@ -117,52 +115,6 @@ def test_a_step_equals_that_of_one_process(ranks, tp, zero, clip):
             assert a is None if clip is None else a.item() == pytest.approx(b.item(), rel=1e-5)
 
 
-def test_without_the_sum_norm_weights_drift_and_the_check_says_so(ranks):
-    for _, _, drift in ranks(train, 2, False, None, sequence_parallel=False, world_size=4, tp=None):
-        assert any(
-            "'norm.weight' on rank 1 differs from rank 0 of the same tensor-parallel" in line
-            for line in drift
-        )
-        assert not any("'dense'" in line for line in drift)
-
-
-def optimizer_facts():
-    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
-    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = initialize_parallel_optimizer(
-        config, torch.optim.SGD, [{"params": [p], "lr": 0.5}], lr=1.0
-    )
-    inner = optimizer.optimizer
-    assert (
-        isinstance(inner, NeuronZero1Optimizer)
-        and inner.use_grad_acc_hook
-        and inner.save_master_weights
-    )
-    assert (
-        optimizer.param_groups is inner.param_groups
-        and optimizer.state_dict().keys() == inner.state_dict().keys()
-    )
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.step(lambda: p.float().sum()) == 4.0
-    config = neuronx_distributed_config(
-        optimizer_config={"zero_one_enabled": True},
-        mixed_precision_config={"use_master_weights": False},
-    )
-    q = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, [q], lr=1.0)
-    master = optimizer.base_optimizer.param_groups[0]["params"][0]
-    (q * 1).sum().backward()
-    return [g["lr"] for g in inner.param_groups], master.dtype, q.grad.dtype
-
-
-def test_the_wrapper_passes_everything_on(ranks):
-    assert (
-        ranks(optimizer_facts, world_size=2, tp=None)
-        == [([0.5, 1.0], torch.bfloat16, torch.float32)] * 2
-    )
-
-
 def copied(zero):
     config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero})
     model = nn.Linear(2, 1, bias=False)
@@ -184,16 +136,6 @@ def test_an_optimizer_is_copied_with_its_model_or_not_at_all(ranks):
         ranks(copied, True, world_size=2)
 
 
-def without_labels():
-    model = initialize_parallel_model(neuronx_distributed_config(), lambda: nn.Identity())
-    model.run_train(SimpleNamespace(loss=None))
-
-
-def test_a_model_without_a_loss_is_named(ranks):
-    with pytest.raises(ValueError, match="without labels"):
-        ranks(without_labels, world_size=1)
-
-
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
@@ -202,8 +144,7 @@ def test_a_model_without_a_loss_is_named(ranks):
             ValueError,
             "'zero': True.*not a dict of zero_one_enabled",
         ),
-        ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "max_grad_norm 0"),
-        ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm None"),
+        ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
         ({"optimizer_config": ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
         ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
         (
@@ -224,19 +165,6 @@ def test_a_model_without_a_loss_is_named(ranks):
 def test_configurations_that_cannot_be_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         neuronx_distributed_config(**arguments)
-
-
-def test_a_configuration_is_completed_in_a_copy():
-    given = {"zero_one_enabled": True}
-    config = neuronx_distributed_config(optimizer_config=given)
-    assert given == {"zero_one_enabled": True}
-    assert config["optimizer_config"] == {
-        "zero_one_enabled": True,
-        "grad_clipping": True,
-        "max_grad_norm": 1.0,
-        "nonfinite_gradients": "skip",
-    }
-    assert all(config["mixed_precision_config"].values())
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -273,11 +201,7 @@ def build(meta, factor):
     model = initialize_parallel_model(config, Tied, False, 4)
     inner = model.original_module()
     assert inner.head.weight is inner.embed.weight and inner.embed.weight.partition_dim == 0
-    assert (
-        model.table.tolist() == [0, 1, 2]
-        and model.local_modules() == [inner]
-        and model.dtype == torch.float32
-    )
+    assert model.table.tolist() == [0, 1, 2]
     assert (
         list(model.state_dict()) == list(inner.state_dict()) and len(list(model.parameters())) == 1
     )
@@ -396,13 +320,3 @@ def test_no_groups_means_the_world_unless_that_mixes_weights(ranks):
         "tensor-parallel groups of 2" in message
         for message in ranks(world_average, world_size=2, tp=2)
     )
-
-
-def meet(tag):
-    with pytest.raises(RuntimeError, match="rank 0: 'a0', rank 1: 'a1'"):
-        xm.rendezvous(f"{tag}{xm.get_ordinal()}")
-    return True
-
-
-def test_a_rendezvous_of_different_tags_is_an_error(ranks):
-    assert ranks(meet, "a", world_size=2) == [True, True]

@@ -1,8 +1,6 @@
 """Every row once, on the right ranks, whatever the workers; wrong input is named."""
 
-import multiprocessing
 import os
-import pickle
 
 import h5py
 import numpy as np
@@ -54,32 +52,6 @@ def test_any_integer_type_compressed_or_not(make_shard, dtype, compression):
     path = make_shard("a.hdf5", 3, compression=compression, input_ids=ids)
     dataset = PretrainingDataset(path)
     assert [dataset[i][0].tolist() for i in range(3)] == np.arange(24).reshape(3, 8).tolist()
-
-
-def test_the_files_of_the_real_data_are_mapped(bert):
-    dataset = PretrainingDataset(bert.folder)
-    dataset[0]
-    assert all(isinstance(values, np.memmap) for values in dataset._arrays[0].values())
-
-
-def test_forked_workers_read_the_same(bert):
-    """The parent has the shards open before it forks: a shared handle would return wrong rows."""
-    dataset = PretrainingDataset(bert.folder)
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:600].tolist()
-    alone = list(DataLoader(dataset, 8, sampler=order))
-    workers = {"num_workers": 2, "multiprocessing_context": multiprocessing.get_context("fork")}
-    others = list(DataLoader(dataset, 8, sampler=order, **workers))
-    assert len(alone) == len(others) == 75
-    for one, other in zip(alone, others):
-        assert all(torch.equal(a, b) for a, b in zip(one, other))
-
-
-def test_spawned_workers_get_no_data_but_the_paths(bert):
-    dataset = PretrainingDataset(bert.folder)
-    sample = dataset[0]
-    sent = pickle.dumps(dataset)
-    assert len(sent) < 5000
-    assert all(torch.equal(a, b) for a, b in zip(pickle.loads(sent)[0], sample))
 
 
 def test_wrong_files(make_shard, tmp_path):
@@ -190,24 +162,6 @@ def test_hostile_shards_are_refused_by_file_and_data_set(make_shard, change, mes
     assert str(path) in str(caught.value) and any(repr(key) in str(caught.value) for key in KEYS)
 
 
-def test_damaged_shards_are_named(make_shard):
-    path = make_shard("a.hdf5", 4)
-    whole, rng = path.read_bytes(), np.random.default_rng(0)
-    refused = 0
-    for _ in range(60):
-        damaged = bytearray(whole)
-        for place in rng.integers(len(whole), size=4):
-            damaged[place] = rng.integers(256)
-        path.write_bytes(damaged)
-        try:
-            dataset = PretrainingDataset(path, vocab_size=300)
-            [dataset[row] for row in range(len(dataset))]
-        except ValueError as error:
-            refused += 1
-            assert str(path) in str(error)
-    assert refused > 20
-
-
 def error_of(function, *args):
     """On a rank: type and text of what it raises, as a result, so that the ranks stay up."""
     try:
@@ -241,28 +195,6 @@ def test_all_shards_once_in_an_epoch(ranks, make_shard, tmp_path, function, args
     assert seen[0] | seen[1] == set(range(16))
 
 
-@pytest.mark.parametrize("function, args", [(guide_epoch, ()), (stream_epoch, (0,))])
-def test_uneven_shards_give_equally_many_batches(ranks, make_shard, tmp_path, function, args):
-    make_shard("w_training_0.hdf5", 5)
-    make_shard("w_training_1.hdf5", 3, first=5)
-    first, second = ranks(function, tmp_path, 2, *args, world_size=2)
-    assert len(first) == len(second) == 2
-    assert set(sum(first + second, [])) == set(range(8))
-    make_shard("w_training_2.hdf5", 2, first=8)  # 10 rows: 2 × 2 × 2 and a rest that is left out
-    first, second = ranks(function, tmp_path, 2, *args, world_size=2)
-    assert len(first) == len(second) == 2 and len(set(sum(first + second, []))) == 8
-
-
-def test_one_shard_is_enough(ranks, make_shard):
-    path = make_shard("w_training_0.hdf5", 8)
-    first, second = ranks(guide_epoch, path, 2, world_size=2)
-    assert sorted(sum(first + second, [])) == list(range(8))
-    assert ranks(guide_epoch, path, 2, world_size=2, epoch=1)[0] != first  # another order
-    for function, args in ((guide_epoch, (5,)), (stream_epoch, (5, 0))):
-        for error in ranks(error_of, function, path, *args, world_size=2):
-            assert error.startswith("ValueError: 8 samples") and "batch of 5 on each of 2" in error
-
-
 def test_tensor_parallel_ranks_see_the_same_batches(ranks, make_shard):
     path = make_shard("w_training_0.hdf5", 8)
     for function, args in ((guide_epoch, (2,)), (stream_epoch, (2, 0)), (stream_epoch, (2, 2))):
@@ -271,27 +203,3 @@ def test_tensor_parallel_ranks_see_the_same_batches(ranks, make_shard):
         seen = [set(sum(found, [])) for found in batches]
         assert len(seen[0]) == len(seen[2]) == 4
         assert seen[0] | seen[2] == set(range(8)) and not seen[0] & seen[2]
-
-
-class Noisy(torch.utils.data.Dataset):
-    """Augmentation: another tensor each time."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return torch.rand(3), index
-
-
-def augmented():
-    torch.manual_seed(torch.distributed.get_rank())  # as a run that seeds each rank's dropout does
-    sampler = ResumableBatchSampler(Noisy(), 2)
-    batches = iter(data_loader(sampler.dataset, sampler, num_workers=2))
-    return [next(batches) for _ in range(4)]
-
-
-def test_augmented_tensors_are_the_same_on_tensor_parallel_ranks(ranks):
-    found = ranks(augmented, world_size=4, tp=2)
-    noise = [torch.cat([batch[0] for batch in batches]) for batches in found]
-    assert torch.equal(noise[0], noise[1]) and torch.equal(noise[2], noise[3])
-    assert not torch.isin(noise[0], noise[2]).any() and len(noise[0].unique()) == 24

@@ -84,30 +84,8 @@ def test_masking_statistics(rows):
     assert within(kept, n, 0.1 + 0.1 / 8187)  # a random token is the same one by chance
     assert within(n - masked - kept, n, 0.1)
     assert not np.isin(now[(now != MASK) & (now != before)], SPECIAL).any()
-
-
-def test_half_of_the_pairs_are_random(rows):
-    labels = rows["next_sentence_labels"]
-    assert set(labels.tolist()) == {0, 1}
-    assert within(labels.sum(dtype=int), len(labels), 0.5)
-
-
-def test_labels_are_rebuilt_from_the_file(bert):
-    dataset = PretrainingDataset(bert.folder)
-    shard = h5py.File(training_shards(bert.folder)[-1])
-    row = len(shard["input_ids"]) - 1
-    sample = dataset[len(dataset) - 1]
-    assert all(values.dtype.is_signed and values.element_size() == 8 for values in sample)
-    ids, segments, mask, labels, next_sentence = (values.numpy() for values in sample)
-    assert np.array_equal(ids, shard["input_ids"][row])
-    assert np.array_equal(segments, shard["segment_ids"][row])
-    assert np.array_equal(mask, shard["input_mask"][row])
-    assert next_sentence == shard["next_sentence_labels"][row]
-    expected = [-100] * 128
-    for position, token in zip(shard["masked_lm_positions"][row], shard["masked_lm_ids"][row]):
-        if position != 0:
-            expected[position] = token
-    assert labels.tolist() == expected
+    pairs = rows["next_sentence_labels"]  # half of them are random
+    assert set(pairs.tolist()) == {0, 1} and within(pairs.sum(dtype=int), len(pairs), 0.5)
 
 
 def plain(text):

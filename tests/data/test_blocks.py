@@ -4,14 +4,11 @@ import json
 
 import datasets
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from data_scripts.articles import deal
 from data_scripts.corpus import ARTICLES, prepare_corpus
 from data_scripts.prepare import prepare
-from data_scripts.stages import sha256
-from tutorial_lib.data.sampler import ResumableBatchSampler, data_loader
 
 BLOCK = 256
 
@@ -42,25 +39,6 @@ def test_the_blocks_are_the_text(blocks, data_dir):
         assert len(tokenizer.encode(whole[end:], add_special_tokens=False)) < BLOCK + 5
     assert blocks.counts["training_blocks"] > 2000
     assert blocks.counts["vocab_size"] == tokenizer.get_vocab_size() == 8192
-
-
-def test_columns(blocks):
-    rows = datasets.load_from_disk(blocks.folder / "train").with_format("torch")
-    row = rows[0]
-    assert all(values.dtype == torch.int64 and values.shape == (BLOCK,) for values in row.values())
-    assert torch.equal(row["labels"], row["input_ids"]) and row["attention_mask"].eq(1).all()
-    sampler = ResumableBatchSampler(rows, 4, num_replicas=2, rank=1)
-    batch = next(iter(data_loader(rows, sampler)))
-    expected = rows[next(iter(sampler))]
-    assert all(torch.equal(batch[name], expected[name]) for name in expected)
-
-
-def test_same_bytes_again(blocks, tmp_path):
-    again = prepare("blocks", data_dir=tmp_path, block_size=BLOCK, workers=2, progress=False)
-    assert again.folder.name == blocks.folder.name
-    assert again.manifest == blocks.manifest
-    for name, entry in again.manifest["files"].items():
-        assert sha256(again.folder / name) == entry["sha256"]
 
 
 def test_a_given_tokenizer(blocks, data_dir, tmp_path):

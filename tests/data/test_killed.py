@@ -20,8 +20,15 @@ def wait_for(condition, seconds=60):
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("stage", ["corpus", "bert", "preprocess"])
+@pytest.mark.parametrize(
+    "stage, number",
+    [
+        ("corpus", signal.SIGKILL),
+        ("bert", signal.SIGTERM),
+        ("bert", signal.SIGKILL),
+        ("preprocess", signal.SIGKILL),
+    ],
+)
 def test_nothing_is_left(tmp_path, stage, number):
     data = tmp_path / "data"
     data.mkdir()

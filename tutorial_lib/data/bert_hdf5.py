@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tutorial_lib.parallel_layers import parallel_state
 
-T = TypeVar("T")
 PATTERN = "*_training_*.hdf5"
 KEYS = (
     "input_ids",
@@ -170,7 +169,7 @@ def training_shards(input_file: str | os.PathLike) -> list[Path]:
     return shards
 
 
-def _read_all(path: Path, read: Callable[[h5py.Dataset], T]) -> dict[str, T]:
+def _read_all(path: Path, read: Callable[[h5py.Dataset], Any]) -> dict[str, Any]:
     """What `read` returns for each data set of a shard: integers, stored within the file.
 
     HDF5 can refer to other files (links, external storage, virtual data sets), and h5py returns
@@ -202,11 +201,13 @@ def _shape(path: Path) -> tuple[int, int, int]:
     """(samples, sequence length, predictions) of a shard."""
     shapes = _read_all(path, lambda data: data.shape)
     tokens, predictions = shapes["input_ids"], shapes["masked_lm_positions"]
-    fitting = dict.fromkeys(KEYS[:3], tokens) | dict.fromkeys(KEYS[3:5], predictions)
-    fitting["next_sentence_labels"] = tokens[:1]
-    if len(tokens) != 2 or len(predictions) != 2 or tokens[0] != predictions[0]:
-        fitting = {}
-    if shapes != fitting or 0 in tokens + predictions:
+    fitting = [tokens] * 3 + [predictions] * 2 + [tokens[:1]]
+    if (
+        list(shapes.values()) != fitting
+        or not len(tokens) == len(predictions) == 2
+        or tokens[0] != predictions[0]
+        or 0 in tokens + predictions
+    ):
         raise ValueError(f"{path}: shapes {shapes} are not [N, S], [N, P] and [N], none of them 0")
     return (*tokens, predictions[1])
 

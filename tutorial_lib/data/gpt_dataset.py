@@ -55,17 +55,9 @@ class GPTDataset(Dataset):
                 f"token, {num_samples} samples are wanted of it"
             )
         self.indexed, self.split, self.vocab_size = indexed, split, vocab_size
-        self.seq_length = seq_length
-        self._documents, self._num_samples, self._seed = documents, num_samples, seed
-        self.indices = cached_indices(
-            prefix.parent if cache_dir is None else Path(cache_dir),
-            f"{prefix.name}_{split}",
-            lengths,
-            documents.start,
-            num_samples,
-            seq_length,
-            seed,
-        )
+        self._given = lengths, documents.start, num_samples, seq_length, seed
+        folder = prefix.parent if cache_dir is None else Path(cache_dir)
+        self.indices = cached_indices(folder, f"{prefix.name}_{split}", *self._given)
 
     @cached_property
     def order(self) -> dict[str, int | str]:
@@ -73,15 +65,14 @@ class GPTDataset(Dataset):
 
         Only checkpoints need it, and it goes through the lengths of all documents.
         """
-        lengths = self.indexed.sequence_lengths[self._documents.start : self._documents.stop]
-        tokens = int(lengths.sum(dtype=np.int64))
-        epochs = epochs_for(tokens, self._num_samples, self.seq_length)
+        lengths, first, num_samples, seq_length, seed = self._given
+        epochs = epochs_for(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
         return {
-            "seed": self._seed,
-            "seq_length": self.seq_length,
+            "seed": seed,
+            "seq_length": seq_length,
             "epochs": epochs.count,
             "last_epoch_by_itself": epochs.separate,
-            "first_document": self._documents.start,
+            "first_document": first,
             "lengths_sha256": lengths_sha256(lengths),
         }
 
@@ -147,17 +138,15 @@ def build_gpt_datasets(
     num_samples: tuple[int, int, int],
     seq_length: int,
     seed: int,
-    *,
-    vocab_size: int | None = None,
-    cache_dir: str | os.PathLike | None = None,
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    **options,
+) -> list[GPTDataset | None]:
     """Train, valid and test data; None where no sample is wanted.
 
     Args:
         prefix: of the `.bin` and `.idx` files.
         split: weights, see `split_documents`.
         num_samples: of train, valid and test.
-        seq_length, seed, vocab_size, cache_dir: see `GPTDataset`.
+        seq_length, seed, **options: see `GPTDataset`.
 
     Raises:
         ValueError: samples are wanted of a split that has no document or no token.
@@ -166,18 +155,9 @@ def build_gpt_datasets(
     ranges = split_documents(split, len(indexed))
     if any(samples < 0 for samples in num_samples):
         raise ValueError(f"num_samples is {num_samples}, none may be below 0")
-    return tuple(
-        GPTDataset(
-            indexed,
-            name,
-            ranges[name],
-            samples,
-            seq_length,
-            seed,
-            vocab_size=vocab_size,
-            cache_dir=cache_dir,
-        )
+    return [
+        GPTDataset(indexed, name, documents, samples, seq_length, seed, **options)
         if samples
         else None
-        for name, samples in zip(SPLITS, num_samples, strict=True)
-    )
+        for (name, documents), samples in zip(ranges.items(), num_samples, strict=True)
+    ]

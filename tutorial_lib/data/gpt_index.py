@@ -17,6 +17,7 @@ from typing import NamedTuple
 import filelock
 import numpy as np
 
+from tutorial_lib.parallel_layers.utils import ensure_positive
 from tutorial_lib.storage import write_file, write_text
 
 log = logging.getLogger(__name__)
@@ -68,23 +69,17 @@ def build_indices(
     """The indices for at least `num_samples` samples, from as many epochs as that takes.
 
     Args:
-        lengths: int32, tokens of each document of the split.
+        lengths: int32, tokens of each document of the split; not all 0.
         first: number of the first of them in the data set.
         num_samples: samples that will be drawn.
         seq_length: S; a sample is S + 1 tokens.
         seed: of both shuffles.
 
     Raises:
-        ValueError: no tokens, or a number out of range.
+        ValueError: a number below 1.
     """
-    for name, value in (("num_samples", num_samples), ("seq_length", seq_length)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
+    ensure_positive(num_samples=num_samples, seq_length=seq_length)
     tokens = int(lengths.sum(dtype=np.int64))
-    if tokens == 0:
-        raise ValueError(f"{len(lengths)} documents from number {first} on hold no token")
-    if first + len(lengths) > np.iinfo(np.int32).max:
-        raise ValueError(f"{first + len(lengths):,} documents exceed int32")
     epochs, before_last, separate = epochs_for(tokens, num_samples, seq_length)
 
     rng = np.random.RandomState(seed)
@@ -138,13 +133,7 @@ def lengths_sha256(lengths: np.ndarray) -> str:
 
 
 def cached_indices(
-    cache: Path,
-    name: str,
-    lengths: np.ndarray,
-    first: int,
-    num_samples: int,
-    seq_length: int,
-    seed: int,
+    cache: Path, name: str, lengths: np.ndarray, first: int, num_samples: int, *order: int
 ) -> Indices:
     """`build_indices` from files of Megatron-LM's names in the folder `cache`, written if need be.
 
@@ -156,25 +145,23 @@ def cached_indices(
     Args:
         cache: folder, created when missing.
         name: `{prefix}_{split}`, how the files' names begin.
+        lengths, first, num_samples, order: see `build_indices`; the last are S and the seed.
     """
-    stem = f"{name}_indexmap_{num_samples}ns_{seq_length}sl_{seed}s"
+    stem = "{}_indexmap_{}ns_{}sl_{}s".format(name, num_samples, *order)
     side = cache / f"{stem}.json"
     paths = [cache / f"{stem}_{part}_idx.npy" for part in ("doc", "sample", "shuffle")]
     made_from = {"lengths_sha256": lengths_sha256(lengths), "first_document": first}
-
-    def build() -> Indices:
-        return build_indices(lengths, first, num_samples, seq_length, seed)
 
     if (found := _load(side, paths, made_from)) is not None:
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(cache / f".{stem}.lock")
-        with lock:  # the kernel releases it when its holder dies
+        # The kernel releases the lock when its holder dies.
+        with filelock.FileLock(cache / f".{stem}.lock"):
             if (found := _load(side, paths, made_from)) is None:  # else built while we waited
                 side.unlink(missing_ok=True)
                 sizes = {}
-                for path, values in zip(paths, build()):
+                for path, values in zip(paths, build_indices(lengths, first, num_samples, *order)):
                     written = write_file(path, lambda file, x=values: np.save(file, x))
                     sizes[path.name] = written.size
                 write_text(side, json.dumps(made_from | {"bytes": sizes}, indent=1))
@@ -189,7 +176,7 @@ def cached_indices(
             "no permission to write to %s (%s): the sample index %s is built in memory, by each "
             "process; name another cache folder to keep it", cache, error.strerror, stem
         )  # fmt: skip
-        return build()
+        return build_indices(lengths, first, num_samples, *order)
 
 
 def _load(side: Path, paths: list[Path], made_from: dict) -> Indices | None:

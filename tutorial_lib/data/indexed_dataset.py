@@ -25,7 +25,6 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
 UINT16_BELOW = 65500  # Megatron-LM's threshold on the size of the vocabulary
-BLOCK = 1 << 20  # numbers in memory at a time while writing and checking
 
 
 def bin_path(prefix: str | os.PathLike) -> Path:
@@ -79,15 +78,11 @@ class IndexedDataset:
 
     def _check(self) -> None:
         idx, tokens = idx_path(self.prefix), bin_path(self.prefix)
-        lengths, pointers = self.sequence_lengths, self.sequence_pointers
-        start = 0
-        for first in range(0, len(lengths), BLOCK):
-            part = lengths[first : first + BLOCK]
-            ends = start + np.cumsum(part, dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate(([start], ends[:-1]))
-            if part.min() < 0 or not np.array_equal(pointers[first : first + BLOCK], starts):
-                raise ValueError(f"{idx} is damaged: its byte pointers do not follow its lengths")
-            start = int(ends[-1])
+        lengths = self.sequence_lengths
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        starts = np.concatenate(([0], ends))
+        if (lengths < 0).any() or not np.array_equal(self.sequence_pointers, starts[:-1]):
+            raise ValueError(f"{idx} is damaged: its byte pointers do not follow its lengths")
         documents = self.document_indices
         if (
             documents[0] != 0
@@ -98,10 +93,10 @@ class IndexedDataset:
                 f"{idx} is damaged: its document index does not go from 0 to {len(lengths)}, the "
                 f"number of its sequences, but from {documents[0]} to {documents[-1]}"
             )
-        if (size := tokens.stat().st_size) != start:
+        if (size := tokens.stat().st_size) != starts[-1]:
             raise ValueError(
                 f"{tokens} has {size:,} bytes, but {idx} describes {self.num_tokens:,} tokens of "
-                f"{self.dtype.itemsize} bytes, {start:,} in all: cut short, or of another data set"
+                f"{self.dtype.itemsize} bytes: cut short, or of another data set"
             )
 
     def __len__(self) -> int:
@@ -112,15 +107,9 @@ class IndexedDataset:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens of sequence `index` from `offset` on, `length` of them; a read-only view."""
-        size = int(self.sequence_lengths[index])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise ValueError(
-                f"sequence {index} of {self.prefix} has {size} tokens, none at "
-                f"{offset} to {offset + length}"
-            )
-        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        stop = int(self.sequence_lengths[index]) if length is None else offset + length
+        return self._tokens[start + offset : start + stop]
 
     def __reduce__(self):
         return IndexedDataset, (self.prefix,)  # a worker of a data loader maps the files itself

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tutorial_lib.data.indexed_dataset import (
-    BLOCK,
     DTYPES,
     HEADER,
     MAGIC,
@@ -25,12 +24,10 @@ class IndexedDatasetBuilder:
     """Writes an indexed data set, document by document, beside its place and then renames it.
 
         with IndexedDatasetBuilder(prefix, token_dtype(vocab_size)) as builder:
-            for tokens in documents:
-                builder.add_document(tokens)
+            builder.add_documents(tokens, lengths)
 
     Leaving the block by an exception leaves no file, and an earlier data set as it was. In memory
-    are 4 bytes for each document, no tokens. A document without tokens is
-    left out, and counted in `empty_documents`.
+    are 4 bytes for each document, no tokens.
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder is created.
@@ -47,35 +44,22 @@ class IndexedDatasetBuilder:
         if self.dtype not in codes:
             raise ValueError(f"tokens of type {self.dtype}: the format has none but integers")
         self._code = codes[self.dtype]
-        most = int(np.iinfo(self.dtype).max) + 1
-        self.vocab_size = most if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= most:
-            raise ValueError(f"a vocabulary of {vocab_size} does not fit into {self.dtype}")
-        self.empty_documents = 0
+        self.vocab_size = vocab_size or int(np.iinfo(self.dtype).max) + 1
+        self.empty_documents = 0  # how many the caller left out
         self.num_tokens = 0
         self._lengths = array("i")
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._partial = f"{self.prefix}.{os.getpid()}.partial"
         self._file = open(bin_path(self._partial), "wb")  # noqa: SIM115 (open until the end)
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        """One document; an end-of-document token is the caller's to append."""
-        if len(tokens):
-            self.add_documents(tokens, [len(tokens)])
-        else:
-            self.empty_documents += 1
-
     def add_documents(self, tokens: ArrayLike, lengths: Iterable[int]) -> None:
-        """Documents whose tokens are concatenated; none may be empty.
+        """Documents whose tokens are concatenated; none may be empty, and end-of-document tokens
+        are the caller's to append.
 
         Raises:
-            ValueError: an id is not in the vocabulary, or the lengths are not those of the tokens.
+            ValueError: an id is not in the vocabulary.
         """
-        values, lengths = np.asarray(tokens), array("i", lengths)
-        if values.size and (values.dtype.kind not in "iu" or values.ndim != 1):
-            raise ValueError(f"tokens are {values.dtype} {values.shape}, not a row of integers")
-        if sum(lengths) != len(values) or (lengths and min(lengths) < 1):
-            raise ValueError(f"{len(values)} tokens are not those of documents of {lengths[:9]} …")
+        values = np.asarray(tokens)
         where = f"{bin_path(self.prefix)}, document {len(self._lengths)}"
         check_tokens(values, self.vocab_size, where)
         self._file.write(np.ascontiguousarray(values, self.dtype))
@@ -89,12 +73,8 @@ class IndexedDatasetBuilder:
         with open(idx_path(self._partial), "wb") as idx:
             idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
             idx.write(lengths)
-            start = 0
-            for first in range(0, len(lengths), BLOCK):
-                ends = np.cumsum(lengths[first : first + BLOCK], dtype="<i8")
-                ends = start + ends * self.dtype.itemsize
-                idx.write(np.concatenate(([start], ends[:-1])).astype("<i8"))
-                start = int(ends[-1])
+            ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+            idx.write(np.concatenate(([0], ends))[:-1].astype("<i8"))
             idx.write(np.arange(len(lengths) + 1, dtype="<i8"))  # a sequence is a document
         # Without its index there is no data set: never a new half beside an old one.
         idx_path(self.prefix).unlink(missing_ok=True)

@@ -1,19 +1,25 @@
 """Batches for data-parallel ranks that go on after a stop exactly where training was."""
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
 
-class ResumableBatchSampler(DistributedSampler):
+class PlacedBatch(list):
+    """The indices of a batch; `place` is the sampler's seed, the epoch and the first sample."""
+
+    place: tuple[int, int, int]
+
+
+class ResumableBatchSampler(Sampler):
     """An endless stream of batches of indices for one data-parallel rank, with a position.
 
     Each epoch is a new permutation of the data, drawn from `seed + epoch`, and is cut into global
@@ -58,13 +64,14 @@ class ResumableBatchSampler(DistributedSampler):
             num_replicas = parallel_state.get_data_parallel_size()
         if rank is None:
             rank = parallel_state.get_data_parallel_rank()
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
-        ensure_positive(batch_size=batch_size)
-        if len(dataset) < batch_size * num_replicas:
+        ensure_positive(batch_size=batch_size, num_replicas=num_replicas)
+        if len(dataset) < batch_size * num_replicas or not 0 <= rank < num_replicas:
             raise ValueError(
                 f"{len(dataset)} samples do not fill a batch of {batch_size} on each of "
-                f"{num_replicas} data-parallel ranks"
+                f"{num_replicas} data-parallel ranks, of which this is rank {rank}"
             )
+        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.batch_size = batch_size
         self.consumed_samples = 0  # by all ranks, in all epochs
         self.offset = 0  # of these, in the current epoch
@@ -79,21 +86,17 @@ class ResumableBatchSampler(DistributedSampler):
         """Batches that a whole epoch gives each rank."""
         return len(self.dataset) // self.global_batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices for _, indices in self.placed_batches())
-
-    def placed_batches(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
-        """The batches from the position on, each with its place: epoch, and first sample in it."""
+    def __iter__(self) -> Iterator["PlacedBatch"]:
+        """The batches from the position on."""
         epoch, offset, size = self.epoch, self.offset, self.global_batch_size
         while True:
             order = self._order(epoch)
             for start in range(offset, len(order) - size + 1, size):
                 first = start + self.rank * self.batch_size
-                yield (epoch, first), order[first : first + self.batch_size].tolist()
+                batch = PlacedBatch(order[first : first + self.batch_size].tolist())
+                batch.place = self.seed, epoch, first
+                yield batch
             epoch, offset = epoch + 1, 0
-
-    def __len__(self) -> int:
-        raise TypeError("the stream has no end; batches_per_epoch is the length of an epoch")
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
@@ -106,7 +109,6 @@ class ResumableBatchSampler(DistributedSampler):
 
         On a new sampler, `advance(steps * accumulation)` is the position after so many steps.
         """
-        _check_count("batches", batches)
         self.consumed_samples += batches * self.global_batch_size
         left = (len(self.dataset) - self.offset) // self.global_batch_size
         if batches < left:
@@ -115,12 +117,6 @@ class ResumableBatchSampler(DistributedSampler):
             epochs, rest = divmod(batches - left, self.batches_per_epoch)
             self.epoch += 1 + epochs
             self.offset = rest * self.global_batch_size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch; for a loop that counts epochs itself."""
-        _check_count("epoch", epoch)
-        self.epoch, self.offset = epoch, 0
-        self.consumed_samples = epoch * self.batches_per_epoch * self.global_batch_size
 
     def state_dict(self) -> dict[str, int | bool]:
         """The position in samples, the same on all ranks and for any number of ranks."""
@@ -153,41 +149,24 @@ class ResumableBatchSampler(DistributedSampler):
             self.epoch, self.offset = self.epoch + 1, 0  # what is left does not fill a batch
 
 
-def _check_count(name: str, count: int) -> None:
-    if not isinstance(count, Integral) or count < 0:
-        raise ValueError(f"{name} is {count!r}, must be an integer of at least 0")
-
-
-class _PlacedBatches:
-    """What the loader is given as its batch sampler: the seed of each batch beside its indices."""
-
-    def __init__(self, sampler: ResumableBatchSampler):
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        for place, indices in self.sampler.placed_batches():
-            yield (self.sampler.seed, *place), indices
-
-
 class _SeededReads(Dataset):
-    """Reads and collates whole batches, each with random streams that its seed begins."""
+    """Reads and collates whole batches, each with random streams that its place begins."""
 
     def __init__(self, dataset: Dataset, collate: Callable):
         self.dataset, self.collate = dataset, collate
 
-    def __getitems__(self, batch: tuple[tuple[int, ...], list[int]]):
-        seed, indices = batch
-        with _random_streams(seed):
+    def __getitems__(self, batch: PlacedBatch):
+        with _random_streams(batch.place):
             if hasattr(self.dataset, "__getitems__"):
-                return self.collate(self.dataset.__getitems__(indices))
-            return self.collate([self.dataset[index] for index in indices])
+                return self.collate(self.dataset.__getitems__(batch))
+            return self.collate([self.dataset[index] for index in batch])
 
 
 @contextmanager
-def _random_streams(seed: tuple[int, ...]) -> Iterator[None]:
-    """Inside the block the host's streams of Python, NumPy and PyTorch begin with `seed`."""
+def _random_streams(place: tuple[int, ...]) -> Iterator[None]:
+    """Inside the block the host's streams of Python, NumPy and PyTorch begin with `place`."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    words = np.random.SeedSequence(seed).generate_state(4)
+    words = np.random.SeedSequence(place).generate_state(4)
     random.seed(words.tobytes())
     np.random.seed(words)
     torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
@@ -203,12 +182,16 @@ def _as_it_is(batch):
     return batch
 
 
+def _leave_interrupts_to_the_rank(_: int) -> None:
+    """Ctrl-C in a terminal reaches a loader's workers too, which would end under it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def data_loader(
     dataset: Dataset,
     sampler: ResumableBatchSampler,
     *,
     num_workers: int = 0,
-    worker_init_fn: Callable[[int], None] | None = None,
     collate_fn: Callable = default_collate,
 ) -> DataLoader:
     """A loader over the sampler's batches, whose random numbers depend on a batch's place alone.
@@ -219,14 +202,14 @@ def data_loader(
 
     Args:
         dataset, sampler: the samples, and which of them.
-        num_workers, worker_init_fn: as for `DataLoader`.
+        num_workers: processes that read ahead, for each rank.
         collate_fn: makes a batch of a list of samples; it may draw random numbers too.
     """
     return DataLoader(
         _SeededReads(dataset, collate_fn),
-        batch_sampler=_PlacedBatches(sampler),
+        batch_sampler=sampler,
         num_workers=num_workers,
-        worker_init_fn=worker_init_fn,
+        worker_init_fn=_leave_interrupts_to_the_rank,
         collate_fn=_as_it_is,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator("cpu"),  # not the training's own stream

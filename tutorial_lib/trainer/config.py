@@ -8,21 +8,18 @@ from tutorial_lib.optimizer.finite_step import SKIP, check_policy
 from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel, mesh_is
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
-OPTIMIZER = {
-    "zero_one_enabled": False,
-    "grad_clipping": True,
-    "max_grad_norm": 1.0,
-    "nonfinite_gradients": SKIP,
-}
+OPTIMIZER = dict(
+    zero_one_enabled=False, grad_clipping=True, max_grad_norm=1.0, nonfinite_gradients=SKIP
+)
+MODEL_INIT = dict(meta_device_init=False, param_init_fn=None)
 PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
-MODEL_INIT = {"meta_device_init": False, "param_init_fn": None}
 
 
 def _completed(name: str, given: dict | None, defaults: dict) -> dict:
     """A new dict of the defaults and what was given.
 
     Raises:
-        ValueError: not a dict, or a key that the defaults lack.
+        ValueError: not a dict, or a key that has no default.
     """
     given = {} if given is None else given
     if not isinstance(given, dict) or not given.keys() <= defaults.keys():
@@ -75,19 +72,19 @@ def neuronx_distributed_config(
         NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach
             none of them.
     """
-    sizes = {
-        "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "expert_parallel_size": expert_parallel_size,
-    }
+    sizes = dict(
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+    )
     ensure_positive(**sizes)
-    unsupported = {
-        "pipeline_parallel_size": pipeline_parallel_size > 1 and pipeline_parallel_size,
-        "pipeline_config": pipeline_config,
-        "pad_model": pad_model,
-        "lora_config": lora_config,
-    }
+    unsupported = dict(
+        pipeline_parallel_size=pipeline_parallel_size > 1 and pipeline_parallel_size,
+        pipeline_config=pipeline_config,
+        pad_model=pad_model,
+        lora_config=lora_config,
+    )
     for name, value in unsupported.items():
         if value:
             raise NotImplementedError(f"{name} is not supported (got {value!r})")
@@ -95,21 +92,17 @@ def neuronx_distributed_config(
     check_policy(optimizer["nonfinite_gradients"])
     norm, zero = optimizer["max_grad_norm"], optimizer["zero_one_enabled"]
     if not isinstance(norm, Real) or not norm > 0:
-        raise ValueError(f"max_grad_norm {norm!r} is not a number above 0")
-    precision = _completed(
-        "mixed_precision_config", mixed_precision_config, dict.fromkeys(PRECISION, zero)
-    )
+        raise ValueError(f"max_grad_norm is {norm!r}, must be a number above 0")
+    default = dict.fromkeys(PRECISION, zero)
+    precision = _completed("mixed_precision_config", mixed_precision_config, default)
     if any(precision.values()) and not zero:
         asked = ", ".join(key for key, value in precision.items() if value)
         raise ValueError(f"{asked} needs optimizer_config={{'zero_one_enabled': True}}")
-    move_factor = {"sequential_move_factor": sequential_move_factor}
-    model_init = _completed("model_init_config", model_init_config, MODEL_INIT | move_factor)
+    default = MODEL_INIT | {"sequential_move_factor": sequential_move_factor}
+    model_init = _completed("model_init_config", model_init_config, default)
     ensure_positive(sequential_move_factor=model_init["sequential_move_factor"])
     if model_init["meta_device_init"] and model_init["param_init_fn"] is None:
-        raise ValueError(
-            "meta_device_init needs param_init_fn(module, device), which gives the parameters "
-            "their values"
-        )
+        raise ValueError("meta_device_init needs param_init_fn(module, device) for the weights")
     # A mesh that is up stays: a new one would lose a model's kv groups.
     if dist.is_initialized() and not mesh_is(
         initialize_model_parallel(*sizes.values(), mesh_only=True)

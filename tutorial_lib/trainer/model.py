@@ -2,14 +2,13 @@
 host at once.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers import ranks
 from tutorial_lib.parallel_layers.marks import move_model_to_device
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
@@ -48,17 +47,9 @@ class NxDModel(nn.Module):
         loss.backward()
         return loss.detach()
 
-    def local_modules(self) -> list[nn.Module]:
-        """The modules that this rank runs."""
-        return [self.module]
-
     def original_module(self) -> nn.Module:
         """The model as `model_fn` made it."""
         return self.module
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
 
     # A checkpoint is the model's: without the name of this wrapper.
     def named_parameters(self, *args, **kwargs):
@@ -135,20 +126,12 @@ def initialize_parallel_model(
             f"include_buffers is {include_buffers!r}: it is the third argument, "
             "before the model's own"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    factor = nxd_config["model_init_config"]["sequential_move_factor"]
-    model, error = None, None
-    for wave in range(-(-local_size // factor)):
-        if local_rank // factor == wave:
-            try:
-                model = _build(nxd_config, model_fn, include_buffers, model_args, model_kwargs)
-            except Exception as raised:
-                error = raised
-        comm.raise_on_all(error, parallel_state.get_world_group())
-    classes = nxd_config["activation_checkpoint_config"]
-    if classes is not None:
-        checkpoint_modules(model, classes)
+    model = ranks.in_turn(
+        lambda: _build(nxd_config, model_fn, include_buffers, model_args, model_kwargs),
+        nxd_config["model_init_config"]["sequential_move_factor"],
+    )
+    if nxd_config["activation_checkpoint_config"] is not None:
+        checkpoint_modules(model, nxd_config["activation_checkpoint_config"])
     return NxDModel(model, nxd_config)
 
 

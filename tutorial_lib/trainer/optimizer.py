@@ -12,11 +12,10 @@ from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.grads import (
     allreduce_sequence_parallel_gradients,
-    bucket_allreduce_gradients,
     clip_grads_with_norm,
-    fill_missing_gradients,
     get_grad_norm,
 )
+from tutorial_lib.xla_model import reduce_gradients
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -80,11 +79,8 @@ class NxDOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _average_clip_and_step(self) -> None:
         config = self.nxd_config["optimizer_config"]
-        groups = parallel_state.get_data_parallel_group()
+        reduce_gradients(self.optimizer, parallel_state.get_data_parallel_group())
         parameters = [p for group in self.param_groups for p in group["params"]]
-        fill_missing_gradients(parameters, groups)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        bucket_allreduce_gradients(grads, groups=groups)
         norm = get_grad_norm(parameters)
         finite = check_finite(norm, config["nonfinite_gradients"], self.param_groups)
         if config["grad_clipping"]:

@@ -12,7 +12,6 @@ from transformers import GPT2Config, HfArgumentParser
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.models.configs import check_config
-from tutorial_lib.models.gpt import VOCABULARY_MULTIPLE
 from tutorial_lib.parallel_layers.utils import divide
 
 from .schedules import STYLES, Schedule
@@ -22,6 +21,7 @@ Count = Annotated[int, 1, math.inf]
 Whole = Annotated[int, 0, math.inf]
 Amount = Annotated[float, 0, math.inf]
 Share = Annotated[float, 0, 1]
+Seed = Annotated[int, 0, 2**32]  # as NumPy's
 
 # Megatron-LM's switches for kernels that do not exist here. They are accepted, so that the
 # published command line works, and change nothing; weights are always drawn on the host.
@@ -58,31 +58,23 @@ class GPTArguments:
     vocab_file: str = option(MISSING, "the tokenizer's vocab.json")
     merge_file: str | None = option(None, "the tokenizer's merges.txt, to go with the model")
 
-    ffn_hidden_size: Count | None = option(None, "features of the feed-forward layer; default 4H")
     hidden_dropout: Share = option(0.1, "of embeddings and of what joins the residual stream")
     attention_dropout: Share = option(0.1, "of attention probabilities")
     init_method_std: Amount = option(0.02, "standard deviation of the initial weights")
-    layernorm_epsilon: Amount = option(1e-5, "of the norms")
     use_flash_attn: bool = option(False, "PyTorch's fused kernel for attention")
     recompute_activations: bool = option(False, "compute attention again in backward")
-    make_vocab_size_divisible_by: int = option(VOCABULARY_MULTIPLE, "on each rank; only 128")
 
-    global_batch_size: Count | None = option(
-        None, "samples of a step; default one micro-batch each"
-    )
-    seed: int = option(1234, "of weights, dropout and data order")
+    global_batch_size: Count | None = option(None, "samples of a step; default a micro-batch each")
+    seed: Seed = option(1234, "of weights, dropout and data order")
     bf16: bool = option(False, "bfloat16 weights; needs --use-distributed-optimizer")
     use_distributed_optimizer: bool = option(False, "ZeRO-1, with float32 masters for --bf16")
     weight_decay: Amount = option(0.01, "of all but biases and norms")
     clip_grad: Amount = option(1.0, "largest norm of the gradient; 0 for no clipping")
-    adam_beta1: Share = option(0.9, "of the first moment")
     adam_beta2: Share = option(0.999, "of the second moment")
-    adam_eps: Amount = option(1e-8, "added to the root of the second moment")
     min_lr: float = option(0.0, "the lowest learning rate, after the decay")
     lr_decay_style: Literal[STYLES] = option("linear", "shape of the decay")
     lr_decay_iters: Count | None = option(None, "steps of warm-up and decay; default all")
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of --lr-decay-iters")
-    lr_warmup_iters: Whole = option(0, "warm-up in steps")
+    lr_warmup_fraction: float = option(0.0, "warm-up as a fraction of --lr-decay-iters")
     override_lr_scheduler: bool = option(False, "keep this schedule, not the checkpoint's")
     use_checkpoint_lr_scheduler: bool = option(False, "take the checkpoint's schedule")
 
@@ -112,7 +104,6 @@ class GPTArguments:
     tensorboard_log_interval: Count = option(1, "steps from one point to the next")
     eval_interval: Count = option(1000, "steps from one validation to the next")
     eval_iters: Whole = option(100, "global batches of a validation; 0 for none")
-    metrics_file: str | None = option(None, "results.json, with losses and throughput")
 
     @property
     def save_dir(self) -> str | None:
@@ -137,10 +128,6 @@ class GPTArguments:
         """
         for name, hint in get_type_hints(GPTArguments, include_extras=True).items():
             _check_value(_flag(name), getattr(self, name), hint)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed is {self.seed}, must be from 0 to 2**32 - 1, as NumPy's")
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            raise ValueError("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
         for first, second in (
             ("save", "save_xser"),
             ("load", "load_xser"),
@@ -152,11 +139,6 @@ class GPTArguments:
             raise ValueError("--save and --save-xser need --save-interval")
         if self.keep_last_checkpoint_only and not self.save_dir:
             raise ValueError("--keep-last-checkpoint-only needs --save or --save-xser")
-        if self.make_vocab_size_divisible_by != VOCABULARY_MULTIPLE:
-            raise ValueError(
-                f"--make-vocab-size-divisible-by is {self.make_vocab_size_divisible_by}, "
-                f"only {VOCABULARY_MULTIPLE} is supported"
-            )
         if self.max_position_embeddings < self.seq_length:
             raise ValueError(
                 f"--max-position-embeddings {self.max_position_embeddings} is below "
@@ -164,16 +146,11 @@ class GPTArguments:
             )
         if self.bf16 and not self.use_distributed_optimizer:
             raise ValueError("--bf16 needs --use-distributed-optimizer, which keeps the masters")
+        tp = self.tensor_model_parallel_size
         if self.sequence_parallel:
-            divide(self.seq_length, self.tensor_model_parallel_size, "--seq-length over ranks")
-        self.accumulation(self.data_parallel_size(world_size))
+            divide(self.seq_length, tp, "--seq-length over ranks")
+        self.accumulation(divide(world_size, tp, "ranks over tensor-parallel size"))
         self.schedule(1)
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Raises ValueError where the tensor-parallel size does not divide the ranks."""
-        return divide(
-            world_size, self.tensor_model_parallel_size, "ranks over tensor-parallel size"
-        )
 
     def batch(self, dp_size: int) -> int:
         """Samples of a step, over all ranks."""
@@ -194,9 +171,7 @@ class GPTArguments:
     def schedule(self, batch: int) -> Schedule:
         """The learning rate by samples, for steps of `batch` samples."""
         decay = (self.lr_decay_iters or self.train_iters) * batch
-        warmup = self.lr_warmup_iters * batch
-        if self.lr_warmup_fraction is not None:
-            warmup = self.lr_warmup_fraction * decay
+        warmup = self.lr_warmup_fraction * decay
         return Schedule(self.lr, self.min_lr, warmup, decay, self.lr_decay_style)
 
     def config(self, vocab_size: int, end_of_document: int) -> GPT2Config:
@@ -209,16 +184,12 @@ class GPTArguments:
             n_layer=self.num_layers,
             n_embd=self.hidden_size,
             n_head=self.num_attention_heads,
-            n_inner=self.ffn_hidden_size,
             n_positions=self.max_position_embeddings,
             vocab_size=vocab_size,
-            resid_pdrop=self.hidden_dropout,
-            embd_pdrop=self.hidden_dropout,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), self.hidden_dropout),
             attn_pdrop=self.attention_dropout,
             initializer_range=self.init_method_std,
-            layer_norm_epsilon=self.layernorm_epsilon,
-            bos_token_id=end_of_document,
-            eos_token_id=end_of_document,
+            **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document),
         )
         check_config(config, self.tensor_model_parallel_size)
         return config
@@ -238,14 +209,13 @@ def _check_value(flag: str, value, hint) -> None:
         if value not in get_args(hint):
             raise ValueError(f"{flag} is {value!r}, not one of {', '.join(get_args(hint))}")
         return
-    kind, least, below = get_args(hint) or (hint, -math.inf, math.inf)
-    if not isinstance(value, (int, float) if kind is float else kind) or (
-        isinstance(value, bool) and kind is not bool
-    ):
+    kind, *bounds = get_args(hint) or (hint,)
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f"{flag} is {value!r}, must be of type {kind.__name__}")
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{flag} is {value}, must be a finite number")
-    if kind in (int, float) and not least <= value < below:
+    if bounds and not bounds[0] <= value < bounds[1]:
+        least, below = bounds
         allowed = f"at least {least}" if below == math.inf else f"in [{least}, {below})"
         raise ValueError(f"{flag} is {value}, must be {allowed}")
 

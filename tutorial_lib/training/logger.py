@@ -1,5 +1,5 @@
-"""What a run logs, on rank 0: lines on standard output, TensorBoard's scalars and `results.json`,
-under the names of the tutorials' scripts.
+"""What a run logs, on rank 0: lines on standard output and TensorBoard's scalars, under the names
+of the tutorials' scripts.
 """
 
 import logging
@@ -15,21 +15,29 @@ from tutorial_lib.parallel_layers import parallel_state
 
 from .gpt_arguments import GPTArguments
 from .loop import Step
-from .metrics import Metric, TrainingMetrics
 
 BY_SAMPLES = " vs samples"
 
 
 class Logger:
-    """Step loss, learning rate, throughput and gradient norm.
+    """Step loss, learning rate, throughput and gradient norm; and how many steps were left out, if
+    there are any.
 
     Args:
         log_dir: folder of the TensorBoard events; None writes none.
-        print_every, write_every: steps from one line to the next (0: none), and from one point in
-            TensorBoard to the next.
+        print_every, write_every: steps from one line to the next, and from one point in TensorBoard
+            to the next.
         done, samples: steps done before and their samples, where a run goes on. What TensorBoard
             shows of later ones, which a run that was killed had not saved, goes.
     """
+
+    scalars = {  # fields of a step by their names in TensorBoard
+        "step loss": "loss",
+        "learning rate": "learning_rate",
+        "throughput": "throughput",
+        "grad-norm": "grad_norm",
+        "skipped steps": "skipped",
+    }
 
     def __init__(
         self,
@@ -50,33 +58,30 @@ class Logger:
         if not self._root:
             return
         self._not_printed.append(step)
-        if self._print_every and step.step % self._print_every == 0:
+        if step.step % self._print_every == 0:
             print(self._line(self._not_printed), flush=True)
             self._not_printed = []
-        if self._writer and step.step % self._write_every == 0:
-            self._write(step, self._scalars(step))
+        if step.step % self._write_every == 0:
+            values = {name: getattr(step, field) for name, field in self.scalars.items()}
+            if not step.skipped:
+                del values["skipped steps"]
+            self._write(step, values)
 
     def _line(self, steps: list[Step]) -> str:
         """The line of the last of these steps, all since the line before."""
         step = steps[-1]
         norm = "" if step.grad_norm is None else f" grad-norm : {step.grad_norm:.4f}"
+        skipped = f" skipped steps : {step.skipped}" if step.skipped else ""
         return (
             f"LOG {time.asctime()} - ({step.epoch}, {step.step}) step_loss : {step.loss:.4f} "
             f"learning_rate : {step.learning_rate:.2e} throughput : {step.throughput:.2f} seq/s"
-            f"{norm}"
+            f"{norm}{skipped}"
         )
 
-    def _scalars(self, step: Step) -> dict[str, float]:
-        scalars = {
-            "step loss": step.loss,
-            "learning rate": step.learning_rate,
-            "throughput": step.throughput,
-        }
-        return scalars | ({} if step.grad_norm is None else {"grad-norm": step.grad_norm})
-
-    def _write(self, step: Step, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step.step)
+    def _write(self, step: Step, values: dict[str, float | None]) -> None:
+        for name, value in values.items():
+            if self._writer and value is not None:
+                self._writer.add_scalar(name, value, step.step)
 
     def flush(self) -> None:
         """Writes events to their file, so that a run that goes on from here finds them."""
@@ -90,15 +95,24 @@ class Logger:
 
 
 class GPTLogger(Logger):
-    """Megatron-LM's line and scalars, validations, and the sum of a run in `results.json`.
+    """Megatron-LM's line and scalars, and validations.
 
     Args:
-        arguments: intervals, folder of events, file of metrics.
-        batch: samples of a step.
+        arguments: intervals, folder of events.
         done, samples: see `Logger`.
     """
 
-    def __init__(self, arguments: GPTArguments, batch: int, done: int = 0, samples: int = 0):
+    scalars = {
+        "learning-rate": "learning_rate",
+        "batch-size": "sequences",
+        "lm loss": "loss",
+        "throughput": "throughput",
+        "grad-norm": "grad_norm",
+        "skipped steps": "skipped",
+        "iteration-time": "seconds",
+    }
+
+    def __init__(self, arguments: GPTArguments, done: int, samples: int):
         super().__init__(
             arguments.tensorboard_dir,
             arguments.log_interval,
@@ -106,45 +120,27 @@ class GPTLogger(Logger):
             done=done,
             samples=samples,
         )
-        self.arguments, self.batch = arguments, batch
-        self._began, self._steps = time.perf_counter(), []
-        self._metrics = None
-        if self._root and arguments.metrics_file:
-            self._metrics = TrainingMetrics(arguments.metrics_file)
-            self._metrics.store_parameters(vars(arguments))
-
-    def log(self, step: Step) -> None:
-        self._steps.append(step)
-        super().log(step)
+        self._train_iters = arguments.train_iters
 
     def _line(self, steps: list[Step]) -> str:
         """Loss and time are means over the steps."""
         step, seconds = steps[-1], fmean(step.seconds for step in steps)
         norm = "" if step.grad_norm is None else f" grad norm: {step.grad_norm:.3f} |"
+        skipped = f" number of skipped iterations: {step.skipped} |" if step.skipped else ""
         return (
-            f" iteration {step.step:8d}/{self.arguments.train_iters:8d} |"
+            f" iteration {step.step:8d}/{self._train_iters:8d} |"
             f" consumed samples: {step.samples:12d} |"
             f" elapsed time per iteration (ms): {seconds * 1000:.1f} |"
             f" learning rate: {step.learning_rate:.3E} |"
-            f" global batch size: {self.batch:5d} |"
-            f" lm loss: {fmean(step.loss for step in steps):.6E} |{norm}"
-            f" throughput: {self.batch / seconds:.3f} |"
+            f" global batch size: {step.sequences:5d} |"
+            f" lm loss: {fmean(step.loss for step in steps):.6E} |{norm}{skipped}"
+            f" throughput: {step.sequences / seconds:.3f} |"
         )
 
-    def _scalars(self, step: Step) -> dict[str, float]:
-        scalars = {
-            "learning-rate": step.learning_rate,
-            "batch-size": self.batch,
-            "lm loss": step.loss,
-            "throughput": self.batch / step.seconds,
-            "iteration-time": step.seconds,
-        }
-        return scalars | ({} if step.grad_norm is None else {"grad-norm": step.grad_norm})
-
-    def _write(self, step: Step, scalars: dict[str, float]) -> None:
-        super()._write(step, scalars)
-        for name, value in scalars.items():
-            if name != "iteration-time":
+    def _write(self, step: Step, values: dict[str, float | None]) -> None:
+        super()._write(step, values)
+        for name, value in values.items():
+            if self._writer and value is not None and name != "iteration-time":
                 self._writer.add_scalar(name + BY_SAMPLES, value, step.samples)
 
     def log_validation(self, step: Step, loss: float) -> None:
@@ -157,27 +153,7 @@ class GPTLogger(Logger):
             f" lm loss PPL: {perplexity:.6E} |",
             flush=True,
         )
-        if self._writer:
-            scalars = {"lm loss validation": loss, "lm loss validation ppl": perplexity}
-            self._write(step, scalars)
-        if self._metrics:
-            where = {"Global step": step.step}
-            self._metrics.store_metrics([Metric("Validation loss", loss, "", where)])
-
-    def finish(self) -> None:
-        """Stores what was seen over all of a run."""
-        if not self._metrics or not self._steps:
-            return
-        speeds = [self.batch / step.seconds for step in self._steps]
-        minutes = (time.perf_counter() - self._began) / 60
-        self._metrics.store_metrics(
-            [
-                Metric("Final loss", self._steps[-1].loss),
-                Metric("Time to train", minutes, "minutes"),
-                Metric("Average throughput", fmean(speeds), "seq/s"),
-                Metric("Peak throughput", max(speeds), "seq/s"),
-            ]
-        )
+        self._write(step, {"lm loss validation": loss, "lm loss validation ppl": perplexity})
 
 
 def read_events(folder: str) -> EventAccumulator:

@@ -7,6 +7,7 @@ the whole. A mean of means would weigh a token of a short micro-batch more than 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,7 @@ from tutorial_lib.backends import mark_step
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.random import separate_replicas
 
-from .throughput import Throughput
+WINDOW = 10  # steps that the throughput is averaged over
 
 
 @dataclass
@@ -32,8 +33,10 @@ class Step:
     learning_rate: float
     grad_norm: float | None  # before clipping
     throughput: float  # sequences per second over all data-parallel ranks, moving average
+    sequences: int  # in it, over all data-parallel ranks
     seconds: float  # from reading its batches to its last value
     samples: int  # given to it and all steps before, on all ranks; 0 without a sampler
+    skipped: int  # steps left out so far, as their gradients were not finite
 
 
 def accumulate_gradients(model: nn.Module, micro_batches: list[dict]) -> torch.Tensor:
@@ -74,8 +77,7 @@ def train(
     scheduler: LRScheduler | None = None,
     sampler=None,
     start_step: int = 0,
-    on_step: Callable[[Step], None] | None = None,
-    stop: Callable[[Step], bool] | None = None,
+    on_step: Callable[[Step], object] | None = None,
 ) -> list[Step]:
     """Trains up to optimizer step number `steps`.
 
@@ -91,8 +93,8 @@ def train(
         scheduler: moved once a step.
         sampler: a `ResumableBatchSampler`, told what each step consumed.
         start_step: steps that are done already.
-        on_step: called after each step, on every rank.
-        stop: called after that; where it is true, on every rank or none, training ends.
+        on_step: called after each step, on every rank; where it returns something true, on every
+            rank or none, training ends.
 
     Returns:
         One record for each step done.
@@ -109,7 +111,7 @@ def train(
     if start_step == 0:
         separate_replicas()
     stream = iter(batches)
-    meter = None
+    recent = deque(maxlen=WINDOW)
     done = []
     for number in range(start_step + 1, steps + 1):
         began = time.perf_counter()
@@ -120,11 +122,8 @@ def train(
                 f"the batches ended in step {number} of {steps}, after {len(micro_batches)} of its "
                 f"{gradient_accumulation_steps}: they have to be an endless stream"
             )
-        if meter is None:
-            sequences = next(iter(micro_batches[0].values())).size(0)
-            meter = Throughput(
-                sequences, parallel_state.get_data_parallel_size(), gradient_accumulation_steps
-            )
+        sequences = next(iter(micro_batches[0].values())).size(0)
+        sequences *= gradient_accumulation_steps * parallel_state.get_data_parallel_size()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         loss = accumulate_gradients(model, micro_batches)
         optimizer.step()
@@ -134,21 +133,21 @@ def train(
         if sampler is not None:
             sampler.advance(gradient_accumulation_steps)
         mark_step()
-        grad_norm = getattr(optimizer, "grad_norm", None)
+        grad_norm, value = getattr(optimizer, "grad_norm", None), float(loss)
+        recent.append(time.perf_counter() - began)
         step = Step(
             number,
             epoch,
-            float(loss),
+            value,
             learning_rate,
-            None if grad_norm is None else float(grad_norm),
-            meter.get_throughput(),
-            time.perf_counter() - began,
-            0 if sampler is None else sampler.consumed_samples,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            throughput=sequences * len(recent) / sum(recent),
+            sequences=sequences,
+            seconds=recent[-1],
+            samples=0 if sampler is None else sampler.consumed_samples,
+            skipped=int(getattr(optimizer, "skipped_steps", 0)),
         )
         done.append(step)
-        if on_step is not None:
-            on_step(step)
-        if stop is not None and stop(step):
+        if on_step is not None and on_step(step):
             break
-        meter.reset_time()  # a validation or a save does not count as a step
     return done

@@ -1,11 +1,12 @@
 """How many bytes a rank holds: weights, gradients, optimizer state, saved activations."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tutorial_lib.backends import on_trainium
 
@@ -67,26 +68,13 @@ def optimizer_bytes(optimizer) -> int:
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     sharded = getattr(optimizer, "base_optimizer", None)
-    found: list[torch.Tensor] = []
-
-    def collect(value) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                collect(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                collect(item)
-
-    collect(dict((optimizer if sharded is None else sharded).state))
+    held = list((sharded or optimizer).state.values())
     if sharded is not None:
-        collect([group["params"] for group in sharded.param_groups])
-    return tensor_bytes(found)
+        held += [group["params"] for group in sharded.param_groups]
+    return tensor_bytes(leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """One tensor that autograd keeps for the backward pass."""
 
     shape: tuple[int, ...]
@@ -132,9 +120,7 @@ class SavedActivations:
         key = self._memory(tensor)
         if key not in self._held and key not in self._found:
             self._found[key] = Saved(tuple(tensor.shape), tensor.dtype, self._size(tensor))
-        return (
-            tensor.detach()
-        )  # an output that refers to its graph would keep it, and itself, for ever
+        return tensor.detach()  # an output that refers to its graph would keep it, and itself
 
     @staticmethod
     def _memory(tensor: torch.Tensor) -> object:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-STYLES = ("constant", "linear", "cosine")
+STYLES = ("linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Schedule:
     warm-up, D of decay and r = (n - W) / (D - W):
 
         n ≤ W      max_lr · n / W          (so the very first step, at n = 0, moves nothing)
-        n > D      min_lr                  (never with `constant`, which stays at max_lr)
+        n > D      min_lr
         linear     min_lr + (1 - r) (max_lr - min_lr)
         cosine     min_lr + (1 + cos πr) / 2 (max_lr - min_lr)
 
@@ -49,8 +49,6 @@ class Schedule:
         """The learning rate after so many samples."""
         if self.warmup_samples and samples <= self.warmup_samples:
             return self.max_lr * samples / self.warmup_samples
-        if self.style == "constant":
-            return self.max_lr
         if samples > self.decay_samples:
             return self.min_lr
         done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
@@ -70,8 +68,6 @@ class SampleScheduler:
     """
 
     def __init__(self, optimizer, schedule: Schedule, samples_per_step: int, on_mismatch="raise"):
-        if on_mismatch not in ("raise", "keep", "load"):
-            raise ValueError(f"on_mismatch {on_mismatch!r} is not raise, keep or load")
         self.optimizer, self.schedule, self.samples_per_step = optimizer, schedule, samples_per_step
         self.on_mismatch, self.samples = on_mismatch, 0
         self._set()

@@ -47,18 +47,16 @@ def _acquire(folder: str) -> TextIO | None:
         try:
             # Unlike flock's, this lock is not inherited by forked loader workers.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > deadline:
                 lock.seek(0)
-                owner = lock.read(200).strip()
-                lock.close()
                 raise ValueError(
-                    f"another run saves into {folder} ({owner}): wait until it has ended, end it, "
-                    "or save into another folder"
+                    f"another run saves into {folder} ({lock.read(200).strip()}): wait until it "
+                    "has ended, end it, or save into another folder"
                 ) from error
             time.sleep(0.2)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.asctime()}\n")
-    lock.flush()
-    return lock
+        else:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.asctime()}\n")
+            lock.flush()
+            return lock

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
 from tutorial_lib.parallel_layers.recompute import checkpoint
 
@@ -27,27 +26,9 @@ class NxDCheckpointWrapper(torch_wrapper.CheckpointWrapper):
         yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
 
-def checkpoint_wrapper(
-    module: nn.Module,
-    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: Callable = checkpoint,
-    **checkpoint_fn_kwargs,
-) -> NxDCheckpointWrapper:
-    """`module`, recomputing its activations in backward.
-
-    Args:
-        checkpoint_impl: only `NO_REENTRANT`: the older kind neither replays every random stream nor
-            sees keyword inputs.
-        checkpoint_fn: called as `checkpoint_fn(module, *inputs, **checkpoint_fn_kwargs)`.
-
-    Raises:
-        ValueError: the reentrant implementation.
-    """
-    if checkpoint_impl is not CheckpointImpl.NO_REENTRANT:
-        raise ValueError(
-            f"checkpoint_impl {checkpoint_impl} is not {CheckpointImpl.NO_REENTRANT}, the only one"
-        )
-    return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+def checkpoint_wrapper(module: nn.Module) -> NxDCheckpointWrapper:
+    """`module`, recomputing its activations in backward."""
+    return NxDCheckpointWrapper(module, checkpoint_fn=checkpoint)
 
 
 def apply_activation_checkpointing(

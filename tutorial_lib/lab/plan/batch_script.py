@@ -14,6 +14,8 @@ import argparse
 import shlex
 import sys
 
+from tutorial_lib.parallel_layers.utils import ensure_positive
+
 SAVE_SECONDS = 300  # that the ranks get to save before the job's time is over
 LINE = 96  # characters of the command on a line
 TEMPLATE = """#!/bin/bash
@@ -29,7 +31,7 @@ TEMPLATE = """#!/bin/bash
 # Ranks meet on the first node, where this file runs. Its port follows from the job's number, so
 # jobs do not collide.
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export OMP_NUM_THREADS={threads}
+export OMP_NUM_THREADS=1
 # torchrun itself ignores the signal to save; the ranks handle it.
 run='trap "" USR1; exec torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\
   --nproc-per-node={ranks} \\
@@ -69,9 +71,8 @@ def batch_script(
     ranks_per_node: int,
     *,
     name: str = "train",
-    threads: int = 1,
     options: list[str] = (),
-    precompile: list[str] | None = None,
+    precompile: list[str] = (),
 ) -> str:
     """The text of the file.
 
@@ -80,42 +81,28 @@ def batch_script(
             …]` or a script.
         nodes, ranks_per_node: at least 1; a trn1.32xlarge has 32 NeuronCores, and so ranks.
         name: of the job and its log.
-        threads: that each rank computes with on the host.
         options: further ones of `sbatch`, such as `["--partition=trn1", "--time=81:00:00",
             "--exclusive"]`.
-        precompile: compile first, with these words behind the command, `["--exit-interval", "2"]`;
-            None does not.
+        precompile: compile first, with these words behind the command, `["--exit-interval", "2"]`.
 
     Raises:
-        ValueError: nothing to run, a number that is not whole or is below 1, or a name or an
-            option that is not one line.
+        ValueError: nothing to run, a number that is not a positive integer, or a name or an option
+            that is not one line.
     """
     if not command:
         raise ValueError("there is no command to run")
-    for what, number in (
-        ("nodes", nodes),
-        ("ranks_per_node", ranks_per_node),
-        ("threads", threads),
-    ):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{what} is {number!r}, must be a whole number from 1 on")
+    ensure_positive(nodes=nodes, ranks_per_node=ranks_per_node)
     for line in (name, *options):
         if len(line.splitlines()) != 1:
             raise ValueError(f"{line!r} is not one line of a batch file")
-    compiling = (
-        ""
-        if precompile is None
-        else PRECOMPILE.format(changes=shlex.join(precompile)).replace(' "\n', '"\n')
-    )
     return TEMPLATE.format(
         name=shlex.quote(name),
         nodes=nodes,
         ranks=ranks_per_node,
-        threads=threads,
         save_seconds=SAVE_SECONDS,
         options="".join(f"#SBATCH {option}\n" for option in options),
         command=shell_lines(command).replace("'", "'\\''"),  # within the quotes of `run`
-        precompile=compiling,
+        precompile=PRECOMPILE.format(changes=shlex.join(precompile)) if precompile else "",
     )
 
 
@@ -126,26 +113,19 @@ def main(words: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nodes", type=int, required=True, help="of the job")
-    parser.add_argument(
-        "--ranks-per-node", type=int, required=True, help="one for each core or GPU"
-    )
-    parser.add_argument(
-        "--name", default="train", help="of the job, and of its log file (default train)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU (default 1)")
-    parser.add_argument("--sbatch", default="", help="further options of sbatch, in one word")
-    parser.add_argument(
-        "--precompile", action="store_true", help="compile with two steps of the command first"
-    )
-    parser.add_argument("command", nargs="+", help="after --: what each rank runs")
+    add = parser.add_argument
+    add("--nodes", type=int, required=True, help="of the job")
+    add("--ranks-per-node", type=int, required=True, help="one for each core or GPU")
+    add("--name", default="train", help="of the job, and of its log file (default train)")
+    add("--sbatch", default="", help="further options of sbatch, in one word")
+    add("--precompile", action="store_true", help="compile with two steps of the command first")
+    add("command", nargs="+", help="after --: what each rank runs")
     given = parser.parse_args(words)
+    options = {"name": given.name, "options": shlex.split(given.sbatch)}
+    if given.precompile:
+        options["precompile"] = ["--exit-interval", "2"]
     try:
-        text = batch_script(
-            given.command, given.nodes, given.ranks_per_node, name=given.name,
-            threads=given.threads, options=shlex.split(given.sbatch),
-            precompile=["--exit-interval", "2"] if given.precompile else None,
-        )  # fmt: skip
+        text = batch_script(given.command, given.nodes, given.ranks_per_node, **options)
     except ValueError as error:
         parser.error(str(error))
     sys.stdout.write(text)

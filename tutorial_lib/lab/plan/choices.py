@@ -54,17 +54,17 @@ def switches(plan: Plan) -> dict[str, Plan]:
     tried = {
         f"checkpointing {kind}": dict(checkpointing=kind)
         for kind in MODELS[run.family].checkpointed
+        if kind != run.checkpointing
     }
-    del tried[f"checkpointing {run.checkpointing}"]
-    on = dict(
-        sequence_parallel="sequence parallel", zero="ZeRO-1", float32_gradients="float32 gradients"
-    )
-    for name, words in on.items():
-        value = getattr(run, name)
-        changes = {name: not value}
-        if name == "zero" and value:
-            changes["float32_gradients"] = False
-        tried[f"{'without' if value else 'with'} {words}"] = changes
+    words = {
+        "sequence_parallel": "sequence parallel",
+        "zero": "ZeRO-1",
+        "float32_gradients": "float32 gradients",
+    }
+    for name, called in words.items():
+        on = getattr(run, name)
+        changes = {name: not on} | ({"float32_gradients": False} if name == "zero" and on else {})
+        tried[f"{'without' if on else 'with'} {called}"] = changes
     if run.accumulation % 2 == 0:
         halved = dict(micro_batch=2 * run.micro_batch, accumulation=run.accumulation // 2)
         tried["micro-batches twice as large"] = halved

@@ -53,29 +53,3 @@ INSTANCES = {
         Instance("h100x8", 8, 80 * 2**30, 989.4e12, 66.9e12, 3.35e12, 3200 * GIGABIT, 450e9),
     )
 }
-
-
-def custom(text: str) -> Instance:
-    """An instance of `cores=…,memory=…,…` with every field of `Instance` but `name` and, at will,
-    `link`.
-
-    Raises:
-        ValueError: a field is missing, unknown, there twice or no number, or `cores` no whole one.
-    """
-    known = {field.name for field in fields(Instance)} - {"name"}
-    parts = [part.partition("=")[::2] for part in text.split(",")]
-    given = dict(parts)
-    if len(given) < len(parts):
-        raise ValueError(f"instance {text!r} has a field twice")
-    if unknown := sorted(set(given) - known):
-        raise ValueError(
-            f"instance {text!r} has unknown fields {', '.join(unknown)}; it takes "
-            f"{', '.join(sorted(known))}"
-        )
-    if missing := sorted(known - {"link"} - set(given)):
-        raise ValueError(f"instance {text!r} lacks {', '.join(missing)}")
-    try:
-        values = {name: (int if name == "cores" else float)(value) for name, value in given.items()}
-    except ValueError as error:
-        raise ValueError(f"instance {text!r}: {error}") from None
-    return Instance("custom", **values)

@@ -1,41 +1,35 @@
-"""A plan to be read: tables."""
+"""A plan or a dry run to be read: tables."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from tutorial_lib.lab.show.tables import Table, size, table, text
+from tutorial_lib.parallel_layers.comm import Collective
 
 from .choices import scaled, smallest_tensor_parallel, switches
 from .plan import Plan
 
-
-def held(plan: Plan) -> Table:
-    """What a core holds, beside what it has."""
-    rows = [{"what": kind, "bytes": round(n), "": size(n)} for kind, n in plan.nbytes.items()]
-    rows.append({"what": "together", "bytes": round(plan.total_bytes), "": size(plan.total_bytes)})
-    rows.append(
-        {"what": "a core has", "bytes": round(plan.instance.memory), "": size(plan.instance.memory)}
-    )
-    return table(rows, "A core holds")
+NODES = (1, 2, 4, 8, 16, 64, 256, 1000)
 
 
-def said(plan: Plan) -> Table:
-    """Collectives of a step by axis and kind."""
-    found: dict[tuple[str, str, int], list[float]] = {}
-    for c in plan.collectives:
-        row = found.setdefault((c.axis, c.kind, c.group_size), [0, 0.0])
-        row[0] += 1
-        row[1] += c.bytes_sent
-    return table(
-        [
-            {
-                "axis": axis,
-                "collective": kind,
-                "ranks": ranks,
-                "times": int(count),
-                "a rank sends": size(sent),
-            }
-            for (axis, kind, ranks), (count, sent) in sorted(found.items())
-        ],
-        "Collectives of a step",
-    )
+def held(nbytes: Mapping[str, float], caption: str, memory: float | None = None) -> Table:
+    """What a rank holds, beside the memory that its core has."""
+    rows = dict(nbytes) | {"together": sum(nbytes.values())}
+    if memory is not None:
+        rows["a core has"] = memory
+    return table([{"what": k, "bytes": round(n), "": size(n)} for k, n in rows.items()], caption)
+
+
+def sent(collectives: Iterable[Collective]) -> Table:
+    """Collectives of a step by axis, kind and size of the group."""
+    count, nbytes = Counter(), Counter()
+    for one in collectives:
+        key = one.axis, one.kind, one.group_size
+        count[key] += 1
+        nbytes[key] += one.bytes_sent
+    columns = ["axis", "collective", "ranks", "times", "bytes sent"]
+    rows = [[*key, count[key], round(nbytes[key])] for key in sorted(count)]
+    return Table(columns, rows, "Collectives of a step")
 
 
 def bounds(plan: Plan) -> Table:
@@ -51,17 +45,15 @@ def bounds(plan: Plan) -> Table:
 
 def other_choices(plan: Plan) -> Table:
     """What each switch would save or cost."""
-    sent = sum(plan.bytes_sent().values())
     rows = []
     for name, other in {"as planned": plan, **switches(plan)}.items():
-        traffic = sum(other.bytes_sent().values())
         rows.append(
             {
                 "choice": name,
                 "a core holds": size(other.total_bytes),
                 "fits": "yes" if other.fits else "no",
                 "operations": _change(other.operations, plan.operations),
-                "bytes sent": _change(traffic, sent) if sent else size(traffic),
+                "bytes sent": _change(other.bytes_sent, plan.bytes_sent),
                 "sequences/s at most": float(f"{other.throughput:.3g}"),
             }
         )
@@ -70,37 +62,35 @@ def other_choices(plan: Plan) -> Table:
 
 def _change(new: float, old: float) -> str:
     """By how many percent `new` is above `old`; adding zero makes a plus of minus zero."""
-    return f"{round(100 * (new / old - 1), 1) + 0.0:+.1f} %"
+    return f"{round(100 * (new / old - 1), 1) + 0.0:+.1f} %" if old else size(new)
 
 
-def scaling(plan: Plan, nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256, 1000)) -> Table:
+def scaling(plan: Plan) -> Table:
     """Sequences a second on more nodes, with the same work for each rank."""
-    return table(
-        [
-            {
-                "nodes": p.nodes,
-                "ranks": p.run.world_size,
-                "sequences a step": p.run.sequences,
-                "bound": p.bound,
-                "sequences/s at most": text(float(f"{p.throughput:.4g}")),
-                "if nothing overlaps": text(float(f"{p.throughput_in_turn:.4g}")),
-            }
-            for p in scaled(plan, nodes)
-        ],
-        "More nodes",
-    )
+    rows = [
+        {
+            "nodes": p.nodes,
+            "ranks": p.run.world_size,
+            "sequences a step": p.run.sequences,
+            "bound": p.bound,
+            "sequences/s at most": text(float(f"{p.throughput:.4g}")),
+            "if nothing overlaps": text(float(f"{p.throughput_in_turn:.4g}")),
+        }
+        for p in scaled(plan, NODES)
+    ]
+    return table(rows, "More nodes")
 
 
 def report(plan: Plan) -> str:
     """All of it as text."""
     run, smallest = plan.run, smallest_tensor_parallel(plan)
-    fits = "fits" if plan.fits else "does not fit"
     head = (
         f"{run.family} on {plan.nodes} × {plan.instance.name}: tensor parallel {run.tp}, "
-        f"data parallel {run.dp}: {fits}\n"
+        f"data parallel {run.dp}: {'fits' if plan.fits else 'does not fit'}\n"
         f"Smallest tensor-parallel size that fits on these cores: {smallest or 'none'}"
     )
-    parts = [held(plan), said(plan), bounds(plan), other_choices(plan)]
+    holds = held(plan.nbytes, "A core holds", plan.instance.memory)
+    shown = [holds, sent(plan.collectives), bounds(plan), other_choices(plan)]
     if not plan.instance.cores % run.tp:
-        parts.append(scaling(plan))
-    return "\n\n".join([head, *map(repr, parts)])
+        shown.append(scaling(plan))
+    return "\n\n".join([head, *map(repr, shown)])

@@ -1,6 +1,5 @@
 """What a run holds, computes and says on an instance, and how fast it can be at most."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,13 +44,11 @@ class Plan:
         if self.run.family == "bert" and not self.run.config.tie_word_embeddings:
             raise ValueError(
                 "no closed form for tie_word_embeddings=False of bert: its head has a bias "
-                "without a "
-                "gradient"
+                "without a gradient"
             )
         cores, tp = self.instance.cores, self.run.tp
-        ensure_divisibility(
-            max(cores, tp), min(cores, tp), "cores of a node and tensor-parallel ranks"
-        )
+        fitting = "cores of a node and tensor-parallel ranks"
+        ensure_divisibility(max(cores, tp), min(cores, tp), fitting)
         if self.run.world_size > cores:
             ensure_divisibility(self.run.world_size, cores, "ranks over the cores of a node")
 
@@ -99,12 +96,10 @@ class Plan:
     def collectives(self) -> list[Collective]:
         return collectives(self.run, self.backend)
 
-    def bytes_sent(self) -> dict[str, float]:
-        """By a rank, for each axis."""
-        sent = defaultdict(float)
-        for collective in self.collectives:
-            sent[collective.axis] += collective.bytes_sent
-        return dict(sent)
+    @cached_property
+    def bytes_sent(self) -> float:
+        """By a rank in a step."""
+        return sum(c.bytes_sent for c in self.collectives)
 
     @cached_property
     def moved_bytes(self) -> float:
@@ -116,11 +111,9 @@ class Plan:
         """
         held = self.nbytes
         passes = 3 if self.run.checkpointing == "full" else 2
-        micro_batch = (
-            passes * held["weights"] + 2 * held["gradients"] + 2 * held["saved activations"]
-        )
+        each = passes * held["weights"] + 2 * held["gradients"] + 2 * held["saved activations"]
         step = held["gradients"] + 2 * held["optimizer"] + held["weights"]
-        return self.run.accumulation * micro_batch + step + 2 * sum(self.bytes_sent().values())
+        return self.run.accumulation * each + step + 2 * self.bytes_sent
 
     # --- how fast at most -------------------------------------------------------------------------
 

@@ -1,14 +1,20 @@
 """What a notebook claims: each claim measured in this run, kept in `results.json`, and fatal where
-it does not hold.
+it does not hold. The file has the form of the tutorials' training scripts, and claims besides:
+
+{"results": {"parameters": {…},
+             "metrics": [{"MetricName", "MeasuredValue", "Units", "Timestamp", "AdditionalData"}]},
+ "claims": [{"name", "measured", "expected", "tolerance", "passed"}]}
 """
 
+import json
 import operator
+from datetime import UTC, datetime
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from tutorial_lib.backends import only_compiles
-from tutorial_lib.training.metrics import Metric, TrainingMetrics, plain
+from tutorial_lib.storage import read_json, write_text
 
 from .tables import Table, text
 
@@ -37,13 +43,25 @@ class Claims:
     """
 
     def __init__(self, output_dir: str | Path, parameters: dict[str, Any]):
-        file = Path(output_dir) / "results.json"
-        self._file = TrainingMetrics(file)
+        self._file = Path(output_dir) / "results.json"
+        if self._file.exists():
+            try:
+                found = read_json(self._file)
+            except (ValueError, OSError):  # a pipe is not found
+                found = {}
+            if "claims" not in found:
+                raise ValueError(
+                    f"{self._file} was not written by a notebook: name another output_dir"
+                )
+        self._parameters, self._metrics = plain(parameters), []
         self._claims: dict[str, dict] = {}
-        if file.exists() and (not file.is_file() or "claims" not in self._file.read()):
-            raise ValueError(f"{file} was not written by a notebook: name another output_dir")
-        empty = {"results": {"parameters": plain(parameters), "metrics": []}, "claims": []}
-        self._file.update(lambda content: content.update(empty))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+
+    def _write(self) -> None:
+        results = {"parameters": self._parameters, "metrics": self._metrics}
+        content = {"results": results, "claims": list(self._claims.values())}
+        write_text(self._file, json.dumps(content, indent=2) + "\n")
 
     def add(
         self, name: str, measured: Any, expected: Any, tolerance: float = 0.0, relation: str = "=="
@@ -81,8 +99,7 @@ class Claims:
             "passed": passed,
         }
         self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
-        claims = list(self._claims.values())
-        self._file.update(lambda content: content.update(claims=claims))
+        self._write()
         if not passed and not only_compiles():
             message = (
                 f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}"
@@ -93,7 +110,16 @@ class Claims:
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""
-        self._file.store_metrics([Metric(name, value, units, additional_data)])
+        self._metrics.append(
+            {
+                "MetricName": name,
+                "MeasuredValue": plain(value),
+                "Units": units,
+                "Timestamp": datetime.now(UTC).isoformat(),
+                "AdditionalData": plain(additional_data),
+            }
+        )
+        self._write()
 
     def table(self) -> Table:
         """Every claim so far."""
@@ -112,3 +138,14 @@ def _expectation(claim: dict) -> str:
     if "relation" in claim:
         return f"{_BOUNDS[claim['relation']][0]} {expected}"
     return f"{expected} ± {claim['tolerance']:g}" if claim["tolerance"] else expected
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: tensors and arrays as numbers and lists, the unknown as text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
