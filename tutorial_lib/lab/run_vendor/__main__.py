@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tutorial_lib.backends import rank_environment
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.consistency import check_replicated
+from tutorial_lib.parallel_layers.consistency import find_drift
 
 
 def main() -> None:
@@ -74,7 +74,8 @@ def check(model: torch.nn.Module) -> None:
         size = megatron.get_tensor_model_parallel_world_size()
         parallel_state.initialize_model_parallel(size)
     sys.modules["torch_xla"].sync()
-    check_replicated(model)
+    if drifted := find_drift(model):
+        raise RuntimeError("parameters differ on the ranks that share them:\n" + "\n".join(drifted))
 
 
 if __name__ == "__main__":
