@@ -201,14 +201,16 @@ def final_loss(folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_llamas_loss_is_that_of_one_rank(data, tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+def test_llamas_loss_is_that_of_one_rank(backend, data, tmp_path):
     """2 × 2 ranks with a sample each, two data-parallel ones, and one rank with both samples."""
     found = []
     for ranks, tp, batch in (4, 2, 1), (2, 1, 1), (1, 1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        run(SCRIPTS["llama"], data, folder, ranks=ranks, tp=tp, batch=batch)
+        run(SCRIPTS["llama"], data, folder, backend, ranks, tp, batch)
         found.append(final_loss(folder))
+    print("final losses", found)
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)
 
 
