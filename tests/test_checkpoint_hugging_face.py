@@ -177,6 +177,15 @@ def test_a_checkpoint_without_metadata_is_opened_by_naming_the_model(tmp_path, c
     assert main(["merge", str(folder), output, *config]) == 0
     assert main(["reshard", str(folder), f"{tmp_path}/r/step_0", "--tp", "4", *config]) == 0
     assert main(["merge", f"{tmp_path}/r", f"{tmp_path}/again"]) == 0
-    for name in ("merged", "again"):
+    for rank in range(2):  # as `parallel_layers.save` lays it out
+        (tmp_path / f"low/tp_rank_{rank:02d}_pp_rank_00").mkdir(parents=True)
+        model = torch.load(folder / f"model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+        low = tmp_path / f"low/tp_rank_{rank:02d}_pp_rank_00/checkpoint.pt"
+        torch.save({"model": model, "epoch": 3}, low)
+    assert main(["merge", f"{tmp_path}/low", f"{tmp_path}/of_low", *config]) == 0
+    low.unlink()
+    assert main(["merge", f"{tmp_path}/low", f"{tmp_path}/none", *config]) == 1
+    assert str(low) in capsys.readouterr().err
+    for name in ("merged", "again", "of_low"):
         found = load_file(tmp_path / name / "model.safetensors")
         assert same(found, load_file(tmp_path / "hf" / "model.safetensors"))

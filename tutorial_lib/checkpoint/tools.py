@@ -10,12 +10,14 @@ from tqdm import tqdm
 from ..storage import digest_of
 from . import tags
 from .architectures import describe_model, model_of, read_config
+from .low_level import LowLevelShards, is_low_level
 from .shards import Shards
 from .verify import publish
 
 
 def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) -> Shards:
-    """The checkpoint at `path`, or the latest one in the folder `path`, with its layouts.
+    """The checkpoint at `path`, or the latest one in the folder `path`, with its layouts; or what
+    `parallel_layers.save` wrote there.
 
     Args:
         config: the folder of the Hugging Face model, for a checkpoint that does not say how its
@@ -26,7 +28,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
         FileNotFoundError, RuntimeError: there is no checkpoint.
         ValueError: it is not known how the tensors are sharded; there is no model.
     """
-    shards = Shards(tags.locate(path))
+    shards = LowLevelShards(Path(path)) if is_low_level(path) else Shards(tags.locate(path))
     if shards.layouts is None and config is not None:
         theirs = read_config(config)
         layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
