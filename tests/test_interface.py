@@ -13,8 +13,7 @@ import torch
 # default differs, the note says why.
 SIGNATURES = {
     "parallel_layers.parallel_state.initialize_model_parallel": "tensor_model_parallel_size=1, "
-    "pipeline_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, "
-    "skip_collective_init=False, lnc_size=1, mesh_only=False",
+    "pipeline_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1",
     "parallel_layers.parallel_state.get_tensor_model_parallel_group": "as_list=False",
     "parallel_layers.parallel_state.get_data_parallel_group": "as_list=False",
     "parallel_layers.mappings.scatter_to_sequence_parallel_region": "x, sequence_dimension=0",
@@ -36,23 +35,17 @@ SIGNATURES = {
     "sequence_parallel_enabled=False, kv_size_multiplier=1, fuse_qkv=True",
     "parallel_layers.loss_functions.parallel_cross_entropy": "vocab_parallel_logits, target, "
     "label_smoothing=0.0",
-    "parallel_layers.grads.clip_grad_norm": "parameters, max_norm, norm_type=2, "
-    "zero1_optimizer=False, zero1_optimizer_groups=None, force_spmd=True",
+    "parallel_layers.grads.clip_grad_norm": "parameters, max_norm",
     "parallel_layers.grads.bucket_allreduce_gradients": "grads_list",
     "parallel_layers.grads.allreduce_sequence_parallel_gradients": "optimizer",
-    "parallel_layers.checkpointing.save": "checkpoint, output_dir, save_serially=True, "
-    "save_xser=False, down_cast_bf16=False, master_dp_only=True",
-    # weights_only is False there: code from a file would run
-    "parallel_layers.checkpointing.load": "chkpt_path, model=None, model_or_optimizer=None, "
-    "model_key='model', load_xser=False, sharded=True, strict=True, master_dp_only=True, "
-    "weights_only=True",
+    "parallel_layers.checkpointing.save": "checkpoint, output_dir, down_cast_bf16=False",
+    "parallel_layers.checkpointing.load": "chkpt_path, model=None",
     "parallel_layers.random.model_parallel_xla_manual_seed": "seed",
     "parallel_layers.move_model_to_device": "model, device",
     "utils.model_utils.move_model_to_device": "model, device",
     "utils.activation_checkpoint.checkpoint_wrapper": "module",
     "utils.adamw_fp32_optim_params.AdamW_FP32OptimParams": "params, lr=0.001, betas=(0.9, 0.999), "
-    "eps=1e-06, weight_decay=0.0, correct_bias=True, no_deprecation_warning=True, "
-    "differentiable=False, capturable=False",
+    "eps=1e-06, weight_decay=0.0, correct_bias=True",
     "optimizer.NeuronZero1Optimizer": "params, optimizer_class",
     "neuronx_distributed_config": "tensor_parallel_size=1, pipeline_parallel_size=1, "
     "expert_parallel_size=1, context_parallel_size=1, pipeline_config=None, optimizer_config=None, "
@@ -75,13 +68,13 @@ MODULES = {
         get_tensor_model_parallel_group get_tensor_model_parallel_replica_groups
         get_tensor_model_parallel_size get_tensor_model_parallel_rank get_tensor_parallel_size
         get_data_parallel_group get_data_parallel_replica_groups get_data_parallel_size
-        get_data_parallel_rank get_data_parallel_world_size get_zero1_sharding_groups
+        get_data_parallel_rank get_data_parallel_world_size
         get_pipeline_model_parallel_size get_pipeline_model_parallel_rank
         get_context_model_parallel_size get_world_group is_global_rank_zero gather_python_object
-        initialize_kv_group destroy_kv_group get_kv_shared_replica_groups get_kv_shared_group_size
-        initialize_fallback_parallel_state ParallelGroups
+        initialize_kv_group get_kv_shared_replica_groups get_kv_shared_group_size
+        initialize_fallback_parallel_state
 
-        layout axis_of mesh_is
+        layout axis_of
     """,
     "parallel_layers.mappings": """
         copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tutorial_lib.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tutorial_lib.parallel_layers import comm, mappings, parallel_state
@@ -18,7 +17,6 @@ from tutorial_lib.parallel_layers.layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
-from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import partition_of
@@ -206,104 +204,6 @@ def test_padding_idx_is_a_global_id(ranks):
 # --- faults of others -----------------------------------------------------------------------------
 
 
-def row_bias(parallel, sp):
-    layer = RowParallelLinear(4, 3, input_is_parallel=parallel, sequence_parallel_enabled=sp)
-    with torch.no_grad():
-        layer.weight.fill_(1)
-        layer.bias.copy_(torch.tensor([100.0, 200.0, 300.0]))
-    x = torch.ones(4 if sp else 1, 2 if parallel else 4)
-    y = layer(x)
-    y.sum().backward()
-    grad = (
-        comm.all_reduce("sum", layer.bias.grad)
-        if layer.bias.sequence_parallel_enabled
-        else layer.bias.grad
-    )
-    return y[0].tolist(), grad.tolist()
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-def test_row_bias_once_forward_and_whole_backward(ranks, parallel):
-    assert (
-        ranks(row_bias, parallel, False, world_size=2, tp=2) == [([104, 204, 304], [1, 1, 1])] * 2
-    )
-
-
-def test_row_bias_under_sequence_parallel_is_marked_and_sums_to_the_whole(ranks):
-    assert ranks(row_bias, True, True, world_size=2, tp=2) == [([104, 204, 304], [4, 4, 4])] * 2
-
-
-def initial_weights():
-    torch.manual_seed(0)
-    layers = {
-        "column": ColumnParallelLinear(16, 32, gather_output=False),
-        "row": RowParallelLinear(16, 8),
-    }
-    layers["embedding"] = ParallelEmbedding(32, 16)
-    tensors = {f"{k}.{n}": p for k, layer in layers.items() for n, p in layer.named_parameters()}
-    mine = {k: p.detach().clone() for k, p in tensors.items()}
-    return mine, {k: whole(p.detach(), p) for k, p in tensors.items()}, torch.rand(1)
-
-
-def test_the_same_seed_gives_the_same_weights_at_every_degree(ranks):
-    runs = {
-        (w, tp): ranks(initial_weights, world_size=w, tp=tp)
-        for w, tp in ((1, 1), (2, 2), (4, 4), (4, 2), (2, 1))
-    }
-    torch.manual_seed(0)
-    plain = {
-        "column": nn.Linear(16, 32),
-        "row": nn.Linear(16, 8),
-        "embedding": nn.Embedding(32, 16),
-    }
-    wanted = {f"{k}.{n}": p.detach() for k, m in plain.items() for n, p in m.named_parameters()}
-    after = torch.rand(1)
-    for (_, tp), results in runs.items():
-        for _, full, draw in results:
-            assert full.keys() == wanted.keys() and torch.equal(draw, after)
-            assert all(torch.equal(full[k], wanted[k]) for k in wanted)
-        if tp > 1:
-            first, second = results[0][0], results[1][0]
-            assert not any(torch.equal(first[k], second[k]) for k in wanted if k != "row.bias")
-    assert wanted["row.weight"].abs().max() <= 1 / 16**0.5
-    replicas = runs[4, 2]
-    assert all(torch.equal(replicas[0][0][k], replicas[2][0][k]) for k in wanted)
-
-
-def fused_rows():
-    layer = ColumnParallelLinear(
-        1, 8, bias=False, gather_output=False, stride=2,
-        init_method=lambda w: w.copy_(torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13])[:, None]),
-    )  # fmt: skip
-    return layer.weight[:, 0].tolist(), whole(layer.weight.detach(), layer.weight)[:, 0].tolist()
-
-
-def test_fused_gate_and_up_stay_paired(ranks):
-    full = [0, 1, 2, 3, 10, 11, 12, 13]
-    assert ranks(fused_rows, world_size=2, tp=2) == [([0, 1, 10, 11], full), ([2, 3, 12, 13], full)]
-    assert [r[0] for r in ranks(fused_rows, world_size=4, tp=4)] == [
-        [0, 10],
-        [1, 11],
-        [2, 12],
-        [3, 13],
-    ]
-
-
-def swiglu():
-    torch.manual_seed(0)
-    up = ColumnParallelLinear(8, 32, bias=False, gather_output=False, stride=2, dtype=torch.float64)
-    down = RowParallelLinear(16, 8, bias=False, input_is_parallel=True, dtype=torch.float64)
-    gate, value = up(noise(5, 8)).chunk(2, -1)
-    return down(F.silu(gate) * value)
-
-
-def test_a_fused_mlp_equals_the_plain_one(ranks):
-    wanted = ranks(swiglu, world_size=1, tp=1)[0]
-    for size in (2, 4):
-        for found in ranks(swiglu, world_size=size, tp=size):
-            assert gap(found, wanted.detach()) <= 1e-10
-
-
 def bf16_input_gradient(sp):
     layer = ColumnParallelLinear(64, 64, False, False, torch.bfloat16, sequence_parallel_enabled=sp)
     x = noise(32, 64, dtype=torch.bfloat16)
@@ -374,20 +274,19 @@ def marks_of(module):
 
 
 def survivors():
+    sp = dict(sequence_parallel_enabled=True)
     model = nn.ModuleDict(
         {
             "column": ColumnParallelLinear(4, 6, gather_output=False, pad=True),
-            "row": RowParallelLinear(8, 4, input_is_parallel=True, sequence_parallel_enabled=True),
+            "row": RowParallelLinear(8, 4, input_is_parallel=True, **sp),
             "fused": ColumnParallelLinear(4, 8, gather_output=False, stride=2),
             "embedding": ParallelEmbedding(8, 4),
         }
     )
-    marks = marks_of(model)
     copies = {"deepcopy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model))}
     copies["assign"] = copy.deepcopy(model)
-    copies["assign"].load_state_dict(
-        {k: v.clone() for k, v in model.state_dict().items()}, assign=True
-    )
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    copies["assign"].load_state_dict(state, assign=True)
     copies["empty"] = copy.deepcopy(model).to_empty(device="meta")
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -395,29 +294,23 @@ def survivors():
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert copies["bf16"]["row"].bias.dtype is torch.bfloat16
-    return marks, {k: marks_of(m) for k, m in copies.items()}
+    return marks_of(model), {name: marks_of(each) for name, each in copies.items()}
 
 
 def test_marks_follow_the_parameters(ranks):
+    names = (*TENSOR_PARALLEL_ATTRIBUTES, "sequence_parallel_enabled", "pad_size")
+    expected = {
+        "column.weight": (True, 0, 1, 4, None, 2),
+        "column.bias": (True, 0, 1, 4, None, 2),
+        "row.weight": (True, 1, 1, 4, None, None),
+        "row.bias": (False, -1, 1, -1, True, None),
+        "fused.weight": (True, 0, 2, 4, None, None),
+        "fused.bias": (True, 0, 2, 4, None, None),
+        "embedding.weight": (True, 0, 1, 4, None, None),
+    }
+    expected = {name: dict(zip(names, marks)) for name, marks in expected.items()}
     for marks, copies in ranks(survivors, world_size=4, tp=4):
-        assert all(found == marks for found in copies.values()), copies
-        column = dict(
-            tensor_model_parallel=True, partition_dim=0, partition_stride=1, num_partitions=4
-        )
-        assert marks["column.weight"] == marks["column.bias"]
-        assert marks["column.bias"] == {
-            **column,
-            "sequence_parallel_enabled": None,
-            "pad_size": 2,
-        }
-        assert (
-            marks["fused.weight"]["partition_stride"] == 2
-            and marks["row.weight"]["partition_dim"] == 1
-        )
-        assert (
-            not marks["row.bias"]["tensor_model_parallel"]
-            and marks["row.bias"]["sequence_parallel_enabled"]
-        )
+        assert marks == expected and all(found == marks for found in copies.values()), copies
 
 
 class Tied(nn.Module):
@@ -437,7 +330,7 @@ def on_meta():
         model = Tied()
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(7)
-    materialize(model, "cpu")
+    materialize(model, "cpu", lambda module: module.reset_parameters())
     assert model.head.weight is model.embedding.weight
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True)
@@ -467,42 +360,6 @@ def test_a_layer_of_another_mesh_says_so(ranks):
     ranks(mesh_built_anew, world_size=2, tp=2)
 
 
-class Tiny(nn.Module):
-    """A language model of five words."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = ParallelEmbedding(5, 6, pad=True, dtype=torch.float64)
-        self.head = ColumnParallelLinear(6, 5, gather_output=False, pad=True, dtype=torch.float64)
-
-    def forward(self, ids, targets):
-        return parallel_cross_entropy(self.head(self.embedding(ids)), targets).mean()
-
-
-def train_vocabulary():
-    torch.manual_seed(0)
-    model = Tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    losses = []
-    for step in range(3):
-        ids = torch.arange(10) * (step + 1) % 5
-        loss = model(ids, ids.roll(1))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {n: whole(p.detach(), p) for n, p in model.named_parameters()}
-
-
-def test_a_vocabulary_that_is_not_divisible_trains_the_same_at_every_degree(ranks):
-    wanted_losses, wanted = ranks(train_vocabulary, world_size=1, tp=1)[0]
-    for size in (2, 4):
-        for losses, merged in ranks(train_vocabulary, world_size=size, tp=size):
-            assert losses == pytest.approx(wanted_losses, abs=1e-10)
-            assert merged["embedding.weight"].shape == merged["head.weight"].shape == (5, 6)
-            assert all((merged[n] - wanted[n]).abs().max() <= 1e-10 for n in wanted)
-
-
 def test_padded_sizes():
     assert [n + padding_of(n, 8) for n in (50257, 65535, 8)] == [50264, 65536, 8]
     assert 50257 + padding_of(50257, 8, 128) == 51200
@@ -511,63 +368,44 @@ def test_padded_sizes():
 # --- errors ---------------------------------------------------------------------------------------
 
 
+SP = dict(sequence_parallel_enabled=True)
+ONES, IDS = torch.ones(2, 4), torch.ones(1, 5).long()
 BAD = {
     "output of 5": (lambda: ColumnParallelLinear(4, 5), ("5", "2")),
     "input of 5": (lambda: RowParallelLinear(5, 4), ("5", "2")),
     "vocabulary of 5": (lambda: ParallelEmbedding(5, 4), ("5", "2")),
     "stride": (lambda: ColumnParallelLinear(4, 8, stride=3), ("8", "3")),
-    "gather and SP": (
-        lambda: ColumnParallelLinear(4, 4, sequence_parallel_enabled=True),
-        ("gather_output",),
-    ),
-    "SP and whole input": (
-        lambda: RowParallelLinear(4, 4, sequence_parallel_enabled=True),
-        ("input_is_parallel",),
-    ),
-    "features": (lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 3)), ("(2, 3)", "4")),
+    "gather and SP": (lambda: ColumnParallelLinear(4, 4, **SP), ("gather_output",)),
+    "SP and whole input": (lambda: RowParallelLinear(4, 4, **SP), ("input_is_parallel",)),
+    "features": (lambda: ColumnParallelLinear(3, 4)(ONES), ("(2, 4)", "3")),
     "parallel features": (
-        lambda: RowParallelLinear(4, 4, input_is_parallel=True)(torch.ones(2, 4)),
-        ("(2, 4)", "2"),
+        lambda: RowParallelLinear(4, 4, input_is_parallel=True)(ONES), ("(2, 4)", "2")
     ),
     "sequence": (
-        lambda: RowParallelLinear(4, 4, input_is_parallel=True, sequence_parallel_enabled=True)(
-            torch.ones(5, 1, 2)
-        ),
+        lambda: RowParallelLinear(4, 4, input_is_parallel=True, **SP)(torch.ones(5, 1, 2)),
         ("5", "2"),
     ),
-    "sequence of ids": (
-        lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(1, 5).long()),
-        ("5", "2"),
-    ),
+    "sequence of ids": (lambda: ParallelEmbedding(4, 4, **SP)(IDS), ("5", "2")),
     "padding id": (lambda: ParallelEmbedding(4, 4, padding_idx=4), ("4",)),
-}
+}  # fmt: skip
 # Sizes that fit by chance: only their origin tells that the features are not what the layer takes.
+A_SHARD, THE_WHOLE = ("of all ranks", "one rank's shard"), ("this rank's shard", "those of all")
 BY_CHANCE = {
-    "a shard as the whole": (
-        lambda: ColumnParallelLinear(4, 4)(
-            ColumnParallelLinear(4, 8, gather_output=False)(torch.ones(2, 4)).relu()
-        ),
-        ("features of all ranks", "one rank's shard"),
-    ),
+    "a shard as the whole": (lambda: ColumnParallelLinear(4, 4)(own_features().relu()), A_SHARD),
     "a shard, scattered, as the whole": (
-        lambda: RowParallelLinear(2, 4)(
-            mappings.scatter_to_tensor_model_parallel_region(torch.ones(2, 4))
-        ),
-        ("features of all ranks", "one rank's shard"),
+        lambda: RowParallelLinear(2, 4)(mappings.scatter_to_tensor_model_parallel_region(ONES)),
+        A_SHARD,
     ),
     "the whole as a shard": (
         lambda: RowParallelLinear(8, 4, input_is_parallel=True)(
-            ColumnParallelLinear(4, 4)(torch.ones(2, 4)).tanh()
+            ColumnParallelLinear(4, 4)(ONES).tanh()
         ),
-        ("this rank's shard", "those of all ranks"),
+        THE_WHOLE,
     ),
     "a shard for q, k and v": (
-        lambda: GQAQKVColumnParallelLinear(4, (4, 4))(
-            ColumnParallelLinear(4, 8, gather_output=False)(torch.ones(2, 4))
-        ),
-        ("features of all ranks", "one rank's shard"),
+        lambda: GQAQKVColumnParallelLinear(4, (4, 4))(own_features()), A_SHARD
     ),
-}
+}  # fmt: skip
 ANYWHERE = {
     "id too large": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, 8])), ("8",)),
     "negative id": (lambda: ParallelEmbedding(8, 4)(torch.tensor([0, -1])), ("-1", "8")),
@@ -580,12 +418,13 @@ ANYWHERE = {
         lambda: ColumnParallelLinear(4, 5, pad=True, pad_alignment_size_per_rank=-3),
         ("pad_alignment_size_per_rank", "-3"),
     ),
-    "no sequence among ids": (
-        lambda: ParallelEmbedding(4, 4, sequence_parallel_enabled=True)(torch.ones(4).long()),
-        ("[B, S]", "(4,)"),
-    ),
-    "float ids": (lambda: ParallelEmbedding(8, 4)(torch.ones(2)), ("float32",)),
-}
+    "no sequence among ids": (lambda: ParallelEmbedding(4, 4, **SP)(IDS[0]), ("[B, S]", "(5,)")),
+    "float ids": (lambda: ParallelEmbedding(8, 4)(ONES), ("float32",)),
+}  # fmt: skip
+
+
+def own_features():
+    return ColumnParallelLinear(4, 8, gather_output=False)(ONES)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -10,9 +10,10 @@ from .parity import assert_refused
 
 
 def test_layout_puts_tensor_parallel_ranks_side_by_side():
-    groups = layout(8, 2)
-    assert groups.tp_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups.dp_groups == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout(8, 2) == (
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Parallel(nn.Module):
         multiplier = max(parallel_state.get_tensor_model_parallel_size() // kv_heads, 1)
         sizes, common = [heads * HEAD, kv_heads * HEAD], dict(dtype=torch.float64)
         common["sequence_parallel_enabled"] = options.pop("sequence_parallel_enabled", False)
-        options |= dict(kv_size_multiplier=multiplier, head_dim=HEAD)
+        options |= dict(kv_size_multiplier=multiplier)
         self.qkv = GQAQKVColumnParallelLinear(HIDDEN, sizes, bias, **options, **common)
         parallel = not self.qkv.gather_output
         self.o = RowParallelLinear(sizes[0], HIDDEN, bias, parallel, **common)
@@ -135,33 +135,26 @@ def train(heads, kv_heads, bias, **options):
             )
     clone = copy.deepcopy(model)
     assert all(vars(a) == vars(b) for a, b in zip(clone.parameters(), model.parameters()))
-    parallel_state.destroy_kv_group()
 
 
 def grid(heads, kv_heads):
-    for options in (
-        {"gather_output": False},
-        {"gather_output": True},
-        {"gather_output": False, "sequence_parallel_enabled": True},
-    ):
-        for bias in (True, False):
-            train(heads, kv_heads, bias, **options)
+    train(heads, kv_heads, True, gather_output=False)
+    train(heads, kv_heads, False, gather_output=True)
+    train(heads, kv_heads, True, gather_output=False, sequence_parallel_enabled=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_attention_trains_like_the_plain_one(ranks, kv_heads, size):
     ranks(grid, 8, kv_heads, world_size=size, tp=size, timeout=120)
 
 
 def toy():
     """Σ_h q_h · k_{h//2} with q = 1, 2, 3, 4: the key gradients are 1 + 2 and 3 + 4."""
-    layer = GQAQKVColumnParallelLinear(
-        1, [4, 2], False, gather_output=False, kv_size_multiplier=2, head_dim=1
-    )
+    layer = GQAQKVColumnParallelLinear(1, [4, 2], False, gather_output=False, kv_size_multiplier=2)
     with torch.no_grad():
         layer.weight_qkv.copy_(
-            layer._partitions["weight_qkv"].shard(
+            partition_of(layer.weight_qkv).shard(
                 torch.tensor([[1.0], [2], [3], [4], [0], [0], [0], [0]]), layer._rank
             )
         )
@@ -169,7 +162,6 @@ def toy():
     (q.detach() * k).sum().backward()
     found = layer.weight_qkv.grad[1].item()
     norm = grads.get_grad_norm(layer.parameters()).item()
-    parallel_state.destroy_kv_group()
     return q.item(), found, norm
 
 
@@ -184,11 +176,6 @@ BAD = {
     "heads": (lambda: GQAQKVColumnParallelLinear(4, [9, 4]), ("9", "2")),
     "kv heads": (lambda: GQAQKVColumnParallelLinear(4, [8, 3]), ("3", "2")),
     "multiplier": (lambda: GQAQKVColumnParallelLinear(4, [8, 2], kv_size_multiplier=3), ("2", "3")),
-    "pairs": (
-        lambda: GQAQKVColumnParallelLinear(4, [8, 4], kv_size_multiplier=2, head_dim=2),
-        ("2 key/value", "er 2"),
-    ),
-    "half heads": (lambda: GQAQKVColumnParallelLinear(4, [12, 4], head_dim=4), ("3", "2")),
     "gather and SP": (
         lambda: GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True),
         ("gather_output",),

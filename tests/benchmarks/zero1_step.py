@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.pool import RankPool
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
+from tutorial_lib.parallel_layers import buckets
 from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, clip_grad_norm
 
 DDP_BUCKET_MB = 25 * 2**20 / 1e6  # DistributedDataParallel's default
@@ -57,7 +59,8 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
     )
 
     def average():
-        bucket_allreduce_gradients([p.grad for p in theirs], bucket_cap_mb=DDP_BUCKET_MB)
+        with mock.patch.object(buckets, "HOST_BUCKET_CAP_MB", DDP_BUCKET_MB):
+            bucket_allreduce_gradients([p.grad for p in theirs])
 
     ways = {
         "ours": [zero.step],

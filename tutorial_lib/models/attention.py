@@ -5,6 +5,8 @@ pick it: its `[S, S]` matrices are most of what a layer keeps for backward, and 
 to compute again (Korthikanti et al., 2022, section 5).
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -87,16 +89,11 @@ def core_attention(
     scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling)
     scores = scores.view(batch, heads, length, length)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-    if scores.device.type == "xla":  # elsewhere softmax computes in float32 and rounds once
-        probabilities = F.softmax(
-            scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)
-        ).to(scores.dtype)
-    else:
-        probabilities = F.softmax(scores, -1)
-    if dropout:
-        probabilities = torch.native_dropout(probabilities, dropout, True)[
-            0
-        ]  # its mask has a byte an element
+    # Elsewhere softmax computes in float32 by itself, and rounds once.
+    wide = torch.promote_types(scores.dtype, torch.float32) if scores.is_xla else None
+    probabilities = F.softmax(scores, -1, dtype=wide).to(scores.dtype)
+    if dropout:  # its mask has a byte an element
+        probabilities, _ = torch.native_dropout(probabilities, dropout, True)
     context = probabilities.view(groups, -1, length) @ value.reshape(groups, length, size)
     return context.view(batch, heads, length, size)
 
@@ -124,19 +121,15 @@ class CoreAttention(nn.Module):
         """`[B, N, S, D]` from q, k, v and the hidden keys; None hides what comes later and needs
         the fused kernel.
         """
-        if self.training and self.dropout > 0:
-            with get_xla_rng_tracker().fork():
-                return self._attend(query, key, value, hidden, self.dropout)
-        return self._attend(query, key, value, hidden, 0.0)
-
-    def _attend(self, query, key, value, hidden, dropout: float) -> torch.Tensor:
-        if not self.use_flash_attention:
-            return core_attention(query, key, value, hidden, self.scaling, dropout)
-        seen = None if hidden is None else ~hidden
-        return F.scaled_dot_product_attention(
-            query, key, value, seen, dropout, is_causal=seen is None, scale=self.scaling,
-            enable_gqa=query.size(1) != key.size(1),
-        )  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        with get_xla_rng_tracker().fork() if dropout else nullcontext():
+            if not self.use_flash_attention:
+                return core_attention(query, key, value, hidden, self.scaling, dropout)
+            seen = None if hidden is None else ~hidden
+            return F.scaled_dot_product_attention(
+                query, key, value, seen, dropout, is_causal=seen is None, scale=self.scaling,
+                enable_gqa=query.size(1) != key.size(1),
+            )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, use_flash_attention={self.use_flash_attention}"

@@ -18,6 +18,20 @@ from .configs import check_config
 from .initialize import initialize_sharded
 
 
+def _refused(what: str) -> Callable:
+    """A method that raises ValueError: a rank has a shard of the weights and logits, and no
+    cache.
+    """
+
+    def method(self, *args, **kwargs):
+        raise ValueError(
+            f"{type(self).__name__} is for training: {what}, load its `full_tensors` into Hugging "
+            "Face's model, or merge a checkpoint"
+        )
+
+    return method
+
+
 class ShardedModel:
     """Stands before the Hugging Face class among the bases of a model."""
 
@@ -75,19 +89,8 @@ class ShardedModel:
         if not initialize_sharded(module, self.config.initializer_range):
             super()._init_weights(module)
 
-    def generate(self, *args, **kwargs):
-        """Raises ValueError: a rank has a shard of the logits, and no cache."""
-        self._for_training("generate")
-
-    def save_pretrained(self, *args, **kwargs):
-        """Raises ValueError: a rank has a shard of the weights, some under other names."""
-        self._for_training("save it")
-
-    def _for_training(self, what: str) -> None:
-        raise ValueError(
-            f"{type(self).__name__} is for training: to {what}, load its `full_tensors` into "
-            "Hugging Face's model, or merge a checkpoint"
-        )
+    generate = _refused("to generate")
+    save_pretrained = _refused("to save it")
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):

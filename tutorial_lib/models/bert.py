@@ -27,14 +27,8 @@ from .configs import from_preset
 from .initialize import finish
 
 PRESETS = {
-    "tiny": dict(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
-        vocab_size=8192,
-    ),
-    "small": dict(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1024,
-        vocab_size=8192,
-    ),
+    "tiny": dict(intermediate_size=512),
+    "small": dict(intermediate_size=1024),
     "full": dict(  # bert-large-uncased
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
         vocab_size=30522,
@@ -69,36 +63,6 @@ class ParallelSelfAttention(hf.BertSelfAttention):
         return super().forward(*args, **kwargs)
 
 
-class ParallelSelfOutput(hf.BertSelfOutput):
-    """The projection behind the attention: `[B, S, H/T] → [B, S, H]`, summed over the ranks."""
-
-    def __init__(self, config: BertConfig):
-        super().__init__(config)
-        self.dense = RowParallelLinear(
-            config.hidden_size, config.hidden_size, input_is_parallel=True
-        )
-
-
-class ParallelIntermediate(hf.BertIntermediate):
-    """First half of the feed-forward: `[B, S, H] → [B, S, F/T]`."""
-
-    def __init__(self, config: BertConfig):
-        super().__init__(config)
-        self.dense = ColumnParallelLinear(
-            config.hidden_size, config.intermediate_size, gather_output=False
-        )
-
-
-class ParallelOutput(hf.BertOutput):
-    """Second half of the feed-forward: `[B, S, F/T] → [B, S, H]`, summed over the ranks."""
-
-    def __init__(self, config: BertConfig):
-        super().__init__(config)
-        self.dense = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, input_is_parallel=True
-        )
-
-
 class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
     """`transformers.BertForPreTraining` over the tensor-parallel ranks.
 
@@ -114,35 +78,30 @@ class BertForPreTraining(ShardedModel, hf.BertForPreTraining):
             among `kernels`.
     """
 
-    heads = dict.fromkeys(
-        (
-            "attention.self.query",
-            "attention.self.key",
-            "attention.self.value",
-            "attention.output.dense",
-        ),
-        ("num_attention_heads",),
-    )
+    heads = {
+        f"attention.{module}": ("num_attention_heads",)
+        for module in ("self.query", "self.key", "self.value", "output.dense")
+    }
     checkpointed = {"none": (), "full": (hf.BertLayer,)}
 
     def __init__(self, config: BertConfig, shard_mlp: bool = False, shard_vocabulary: bool = False):
         self.shard_vocabulary = shard_vocabulary
+        hidden, features = config.hidden_size, config.intermediate_size
+        before, behind = dict(gather_output=False), dict(input_is_parallel=True)
         with torch.device("meta"):
             super().__init__(config, shard_mlp)
             for index, layer in enumerate(self.bert.encoder.layer):
                 layer.attention.self = ParallelSelfAttention(config, layer_idx=index)
-                layer.attention.output = ParallelSelfOutput(config)
+                layer.attention.output.dense = RowParallelLinear(hidden, hidden, **behind)
                 if shard_mlp:
-                    layer.intermediate = ParallelIntermediate(config)
-                    layer.output = ParallelOutput(config)
+                    layer.intermediate.dense = ColumnParallelLinear(hidden, features, **before)
+                    layer.output.dense = RowParallelLinear(features, hidden, **behind)
             if shard_vocabulary:
                 self.bert.embeddings.word_embeddings = ParallelEmbedding(
-                    config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, pad=True
+                    config.vocab_size, hidden, config.pad_token_id, pad=True
                 )
                 head = self.cls.predictions
-                head.decoder = ColumnParallelLinear(
-                    config.hidden_size, config.vocab_size, gather_output=False, pad=True
-                )
+                head.decoder = ColumnParallelLinear(hidden, config.vocab_size, pad=True, **before)
                 if config.tie_word_embeddings:  # otherwise Hugging Face's bias belongs to nothing
                     head.bias = head.decoder.bias
                 self.tie_weights()

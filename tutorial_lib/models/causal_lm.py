@@ -8,8 +8,9 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.layers import ColumnParallelLinear
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
+from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
 from .attention import causal_mask
@@ -17,18 +18,61 @@ from .base import ShardedModel
 from .initialize import finish
 
 
+class ShardedDropout(nn.Dropout):
+    """Dropout where each tensor-parallel rank draws a mask of its own, for its shard."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return input
+        with get_xla_rng_tracker().fork():
+            return super().forward(input)
+
+
+def dropout(rate: float, sharded: bool) -> nn.Dropout:
+    """Dropout of an activation that is sharded, or whole on every rank."""
+    return ShardedDropout(rate) if sharded else nn.Dropout(rate)
+
+
 class ShardedBody:
     """Embedding, layers and the last norm; stands before Hugging Face's class among the bases.
 
-    With sequence parallel the output is this rank's `[S/T, B, H]`, otherwise `[B, S, H]`.
+    With sequence parallel (`sp`) the output is this rank's `[S/T, B, H]`, otherwise `[B, S, H]`.
     """
 
-    def __init__(
-        self, config: PretrainedConfig, sequence_parallel_enabled: bool, use_flash_attention: bool
-    ):
+    def __init__(self, config: PretrainedConfig, sp: bool, flash: bool):
         super().__init__(config)
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.use_flash_attention = use_flash_attention
+        self.sp, self.flash = sp, flash
+
+    def embedding(self, padding_idx: int | None = None, multiple: int = 1) -> ParallelEmbedding:
+        """The table of the vocabulary, padded to a multiple of that on each rank."""
+        return ParallelEmbedding(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            padding_idx,
+            pad=True,
+            pad_alignment_size_per_rank=multiple,
+            sequence_parallel_enabled=self.sp,
+        )
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casts the model, but leaves the frequencies of rotary embeddings (Su et al., 2021) in
+        float32: in bfloat16 they have three digits, and after some hundred positions the angle is
+        another.
+        """
+        rotary = getattr(self, "rotary_emb", None)
+        before = {} if rotary is None else dict(rotary._buffers)
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if rotary._buffers[name].dtype is not tensor.dtype:
+                rotary._buffers[name] = tensor.to(rotary._buffers[name].device)
+        return self
+
+    def run_layers(self, hidden_states, hidden, position_ids) -> torch.Tensor:
+        """All layers of a model with rotary embeddings."""
+        angles = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=hidden, position_embeddings=angles)
+        return hidden_states
 
     def mask_and_positions(
         self,
@@ -43,11 +87,11 @@ class ShardedBody:
             ValueError: with sequence parallel, a sequence length that the ranks do not divide.
         """
         length = input_ids.size(1)
-        if self.sequence_parallel_enabled:
+        if self.sp:
             tp_size = parallel_state.get_tensor_model_parallel_size()
             ensure_divisibility(length, tp_size, "sequence length over tensor-parallel ranks")
         hidden = None
-        if attention_mask is not None or position_ids is not None or not self.use_flash_attention:
+        if attention_mask is not None or position_ids is not None or not self.flash:
             hidden = causal_mask(length, input_ids.device, attention_mask, position_ids)
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device)[None]

@@ -7,6 +7,11 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from tutorial_lib.parallel_layers.utils import ensure_divisibility
 
+# What the small presets of all models have in common.
+SIZES = {
+    "tiny": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192),
+    "small": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192),
+}
 # Fields that ask for what no model here does.
 UNSUPPORTED = (
     "add_cross_attention",
@@ -28,7 +33,7 @@ def from_preset(
     """The configuration of a preset, checked as by `check_config`.
 
     Args:
-        presets: fields of the configuration by the preset's name.
+        presets: by the preset's name, fields beside those of `SIZES`.
         changes: fields to set otherwise.
 
     Raises:
@@ -36,7 +41,9 @@ def from_preset(
     """
     if preset not in presets:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(presets)}")
-    config = config_class(**(presets[preset] | changes))
+    fields = SIZES.get(preset, {}) | presets[preset] | changes
+    names = config_class.attribute_map  # GPT-2's hidden_size is n_embd
+    config = config_class(**{names.get(name, name): value for name, value in fields.items()})
     check_config(config, tp_size, shard_mlp)
     return config
 

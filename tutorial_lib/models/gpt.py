@@ -20,18 +20,16 @@ from transformers.models.gpt2 import modeling_gpt2 as hf
 from tutorial_lib.modules.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.layer_norm import LayerNorm
-from tutorial_lib.parallel_layers.layers import ParallelEmbedding
 from tutorial_lib.parallel_layers.marks import KeepsParameterMarks
 
 from .attention import CoreAttention, heads_first, heads_last
-from .causal_lm import ShardedBody, ShardedCausalLM
+from .causal_lm import ShardedBody, ShardedCausalLM, dropout
 from .configs import feed_forward_size, from_preset
-from .dropout import dropout
 
 VOCABULARY_MULTIPLE = 128  # of the rows of the vocabulary on each rank, as in Megatron-LM
 PRESETS = {
-    "tiny": dict(n_embd=128, n_layer=2, n_head=4, vocab_size=8192, n_positions=256),
-    "small": dict(n_embd=256, n_layer=4, n_head=8, vocab_size=8192, n_positions=512),
+    "tiny": dict(vocab_size=8192, n_positions=256),
+    "small": dict(vocab_size=8192, n_positions=512),
     # GPT-3 6.7B
     "full": dict(n_embd=4096, n_layer=32, n_head=32, vocab_size=50257, n_positions=2048),
 }
@@ -44,74 +42,54 @@ def make_config(preset: str, tp_size: int = 1, **changes) -> GPT2Config:
     return from_preset(GPT2Config, PRESETS, preset, tp_size, **(ends | changes))
 
 
-def _norm(config: GPT2Config, sequence_parallel_enabled: bool) -> LayerNorm:
-    return LayerNorm(
-        config.n_embd,
-        eps=config.layer_norm_epsilon,
-        sequence_parallel_enabled=sequence_parallel_enabled,
-    )
+def _norm(config: GPT2Config, sp: bool) -> LayerNorm:
+    return LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, sequence_parallel_enabled=sp)
 
 
 class ParallelAttention(hf.GPT2Attention):
-    """Self-attention over this rank's N/T heads: `[B, S, H]`, or `[S/T, B, H]`, in and out."""
+    """Self-attention over this rank's N/T heads: `[B, S, H]`, or with sequence parallel (`sp`)
+    `[S/T, B, H]`, in and out.
+    """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        layer_idx: int,
-        sequence_parallel_enabled: bool,
-        use_flash_attention: bool,
-    ):
+    def __init__(self, config: GPT2Config, layer_idx: int, sp: bool, flash: bool):
         super().__init__(config, layer_idx=layer_idx)
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        hidden, common = config.n_embd, dict(sequence_parallel_enabled=sequence_parallel_enabled)
+        self.sp, hidden, common = sp, config.n_embd, dict(sequence_parallel_enabled=sp)
         # Queries, keys and values of all heads are concatenated: three matrices, each sharded.
         self.c_attn = ColumnParallelConv1D(
             hidden, 3 * hidden, stride=3, gather_output=False, **common
         )
-        self.core_attn = CoreAttention(self.scaling, config.attn_pdrop, use_flash_attention)
+        self.core_attn = CoreAttention(self.scaling, config.attn_pdrop, flash)
         self.c_proj = RowParallelConv1D(hidden, hidden, input_is_parallel=True, **common)
-        self.resid_dropout = dropout(config.resid_pdrop, sequence_parallel_enabled)
+        self.resid_dropout = dropout(config.resid_pdrop, sp)
 
     def forward(self, hidden_states, attention_mask=None, **_):
         query, key, value = (
-            heads_first(matrix, self.head_dim, self.sequence_parallel_enabled)
+            heads_first(matrix, self.head_dim, self.sp)
             for matrix in self.c_attn(hidden_states).chunk(3, -1)
         )
         context = self.core_attn(query, key, value, attention_mask)  # [B, N/T, S, D]
-        context = heads_last(context, self.sequence_parallel_enabled)
-        return self.resid_dropout(self.c_proj(context)), None
+        return self.resid_dropout(self.c_proj(heads_last(context, self.sp))), None
 
 
 class ParallelMLP(hf.GPT2MLP):
     """The feed-forward layer: this rank's F/T features between its two multiplications."""
 
-    def __init__(self, config: GPT2Config, sequence_parallel_enabled: bool):
-        features = feed_forward_size(config)
+    def __init__(self, config: GPT2Config, sp: bool):
+        features, common = feed_forward_size(config), dict(sequence_parallel_enabled=sp)
         super().__init__(features, config)
-        common = dict(sequence_parallel_enabled=sequence_parallel_enabled)
         self.c_fc = ColumnParallelConv1D(config.n_embd, features, gather_output=False, **common)
         self.c_proj = RowParallelConv1D(features, config.n_embd, input_is_parallel=True, **common)
-        self.dropout = dropout(config.resid_pdrop, sequence_parallel_enabled)
+        self.dropout = dropout(config.resid_pdrop, sp)
 
 
 class ParallelBlock(hf.GPT2Block):
     """A transformer layer with its attention and feed-forward layer sharded."""
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        layer_idx: int,
-        sequence_parallel_enabled: bool,
-        use_flash_attention: bool,
-    ):
+    def __init__(self, config: GPT2Config, layer_idx: int, sp: bool, flash: bool):
         super().__init__(config, layer_idx=layer_idx)
-        self.ln_1 = _norm(config, sequence_parallel_enabled)
-        self.ln_2 = _norm(config, sequence_parallel_enabled)
-        self.attn = ParallelAttention(
-            config, layer_idx, sequence_parallel_enabled, use_flash_attention
-        )
-        self.mlp = ParallelMLP(config, sequence_parallel_enabled)
+        self.ln_1, self.ln_2 = _norm(config, sp), _norm(config, sp)
+        self.attn = ParallelAttention(config, layer_idx, sp, flash)
+        self.mlp = ParallelMLP(config, sp)
 
 
 class PositionEmbedding(KeepsParameterMarks, nn.Embedding):
@@ -120,32 +98,22 @@ class PositionEmbedding(KeepsParameterMarks, nn.Embedding):
     Under sequence parallel each rank looks up its chunk's, so that gradients are shares.
     """
 
-    def __init__(self, config: GPT2Config, sequence_parallel_enabled: bool):
+    def __init__(self, config: GPT2Config, sp: bool):
         super().__init__(config.n_positions, config.n_embd)
-        self.weight.sequence_parallel_enabled = sequence_parallel_enabled
+        self.weight.sequence_parallel_enabled = sp
 
 
 class GPT2Model(ShardedBody, hf.GPT2Model):
     """Hugging Face's with sharded layers and embedding."""
 
-    def __init__(
-        self, config: GPT2Config, sequence_parallel_enabled: bool, use_flash_attention: bool
-    ):
-        super().__init__(config, sequence_parallel_enabled, use_flash_attention)
-        self.wte = ParallelEmbedding(
-            config.vocab_size,
-            config.n_embd,
-            pad=True,
-            pad_alignment_size_per_rank=VOCABULARY_MULTIPLE,
-            sequence_parallel_enabled=sequence_parallel_enabled,
-        )
-        self.wpe = PositionEmbedding(config, sequence_parallel_enabled)
-        self.drop = dropout(config.embd_pdrop, sequence_parallel_enabled)
+    def __init__(self, config: GPT2Config, sp: bool, flash: bool):
+        super().__init__(config, sp, flash)
+        self.wte = self.embedding(multiple=VOCABULARY_MULTIPLE)
+        self.wpe = PositionEmbedding(config, sp)
+        self.drop = dropout(config.embd_pdrop, sp)
         for index in range(config.n_layer):
-            self.h[index] = ParallelBlock(
-                config, index, sequence_parallel_enabled, use_flash_attention
-            )
-        self.ln_f = _norm(config, sequence_parallel_enabled)
+            self.h[index] = ParallelBlock(config, index, sp, flash)
+        self.ln_f = _norm(config, sp)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
         if input_ids.size(1) > self.config.n_positions:
@@ -154,7 +122,7 @@ class GPT2Model(ShardedBody, hf.GPT2Model):
                 f"{self.config.n_positions} positions"
             )
         hidden, position_ids = self.mask_and_positions(input_ids, attention_mask, position_ids)
-        if self.sequence_parallel_enabled:  # this rank's chunk, [S/T, 1 or B]
+        if self.sp:  # this rank's chunk, [S/T, 1 or B]
             chunks = position_ids.chunk(parallel_state.get_tensor_model_parallel_size(), 1)
             position_ids = chunks[parallel_state.get_tensor_model_parallel_rank()].t()
         hidden_states = self.drop(self.wte(input_ids) + self.wpe(position_ids))

@@ -2,9 +2,9 @@
 
 A model is built on the meta device, where nothing is allocated, and its modules are exchanged there
 for parallel ones. Then `finish` allocates this rank's part and runs Hugging Face's initialisation
-over it, module by module; a sharded weight is drawn whole and cut. So the random numbers are the
-same at every degree, and the weights are bit for bit those of the Hugging Face model that is
-initialised the same way from the same seed (`hugging_face_reference`).
+over it, module by module; a sharded weight is drawn whole, and each rank keeps its shard. So the
+random numbers are the same at every degree, and the weights are bit for bit those of the Hugging
+Face model that is initialised the same way from the same seed (`hugging_face_reference`).
 """
 
 import torch

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ..parallel_layers import mappings, parallel_state
-from ..parallel_layers.layers import check_features, kaiming
+from ..parallel_layers.layers import ParallelLinear, check_features
 from ..parallel_layers.linear import column_parallel_linear
-from ..parallel_layers.sharded_module import InitMethod, ShardedModule
+from ..parallel_layers.sharded_module import InitMethod
 from ..parallel_layers.sharding import Partition
 from ..parallel_layers.utils import ensure_divisibility, ensure_positive
 
 
-class GQAQKVColumnParallelLinear(ShardedModule):
+class GQAQKVColumnParallelLinear(ParallelLinear):
     """Three column-parallel projections in one multiplication, with key and value on several ranks
     where they have to be.
 
@@ -42,8 +42,6 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         sequence_parallel_enabled: the input is this rank's shard of the sequence, `[S/T, B, H]`.
         kv_size_multiplier: m, how many ranks hold the same shard of key and value.
         fuse_qkv: has to be True: q, k and v are one parameter here.
-        head_dim: features of a head, to check that heads stay whole and pairs together; not checked
-            if None.
 
     Shapes:
         input `[…, input_size]`; q `[…, Q/T]`, k and v `[…, KV·m/T]`.
@@ -65,12 +63,12 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         *,
         kv_size_multiplier: int = 1,
         fuse_qkv: bool = True,
-        head_dim: int | None = None,
     ):
-        super().__init__(device, dtype)
         query, key = output_sizes
-        ensure_positive(input_size=input_size, query_size=query, key_size=key)
-        ensure_positive(kv_size_multiplier=kv_size_multiplier)
+        ensure_positive(query_size=query, key_size=key, kv_size_multiplier=kv_size_multiplier)
+        super().__init__(
+            input_size, query + 2 * key, dtype, device, init_method, sequence_parallel_enabled
+        )
         if gather_output and sequence_parallel_enabled:
             raise ValueError(
                 "gather_output=True and sequence_parallel_enabled=True exclude each other"
@@ -79,41 +77,33 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             raise ValueError("fuse_qkv=False is not supported: q, k and v are one parameter")
         what = "tensor parallel size over kv_size_multiplier"
         ensure_divisibility(self._size, kv_size_multiplier, what)
-        replicas = (1, kv_size_multiplier, kv_size_multiplier)
-        rows = Partition(0, (query, key, key), self._size, replicas)
-        if head_dim is not None:
-            _check_heads(query, key, self._size, kv_size_multiplier, head_dim)
         if kv_size_multiplier > 1:
             parallel_state.initialize_kv_group(kv_size_multiplier)
-        self.input_size, self.output_sizes = input_size, (query, key)
-        self.kv_size_multiplier, self._rows = kv_size_multiplier, rows
-        self.gather_output, self.sequence_parallel_enabled = (
-            gather_output,
-            sequence_parallel_enabled,
-        )
-        self.init_method = init_method or kaiming
+        self.output_sizes, self.gather_output = (query, key), gather_output
+        replicas = (1, kv_size_multiplier, kv_size_multiplier)
+        self.rows = rows = Partition(0, (query, key, key), self._size, replicas)
         # The last rows, of key and value, are those that the ranks of a kv group share.
         self._copied_rows = sum(rows.local_sizes[1:]) if kv_size_multiplier > 1 else 0
         for name, rest in ("weight_qkv", (input_size,)), ("bias_qkv", ()):
-            if name == "bias_qkv" and not bias:
-                self.register_parameter(name, None)
-                continue
             shared = self._copied_rows * math.prod(rest)
-            marks = {"kv_shared_numel": shared} if shared else {}
-            self._declare(name, (sum(rows.sizes), *rest), rows, **marks)
+            shape = (self.output_size, *rest) if bias or rest else None
+            self._declare(name, shape, rows, **({"kv_shared_numel": shared} if shared else {}))
         self._initialize()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.weight_qkv
 
     def reset_parameters(self) -> None:
         """Draws weight and bias of q, then k, then v, each as `nn.Linear` does."""
-        bound = 1 / math.sqrt(self.input_size)
-        weights, biases = [], []
-        for size in self._rows.sizes:
-            weights.append(self._draw((size, self.input_size), self.init_method))
-            if self.bias_qkv is not None:
-                biases.append(self._draw((size,), lambda b: nn.init.uniform_(b, -bound, bound)))
-        self._keep("weight_qkv", torch.cat(weights))
-        if biases:
-            self._keep("bias_qkv", torch.cat(biases))
+        names = ["weight_qkv"] + ["bias_qkv"] * (self.bias_qkv is not None)
+        full, bound = [self._full(name) for name in names], 1 / math.sqrt(self.input_size)
+        for weight, *bias in zip(*(tensor.split(self.rows.sizes) for tensor in full)):
+            self.init_method(weight)
+            for vector in bias:
+                nn.init.uniform_(vector, -bound, bound)
+        for name, tensor in zip(names, full):
+            self._keep(name, tensor)
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value of this rank, or all."""
@@ -125,33 +115,9 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             self.sequence_parallel_enabled,
             self._copied_rows,
         )
-        if self.gather_output:
-            # One copy of each feature: the others then get no gradient, to be counted once.
-            output = mappings.gather_from_tensor_model_parallel_region(output)
-            output = replace(self._rows, dim=-1).merge(output.chunk(self._size, -1))
-            return output.split(self._rows.sizes, -1)
-        return output.split(self._rows.local_sizes, -1)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.input_size} → {self.output_sizes}, kv on {self.kv_size_multiplier} of "
-            f"{self._size} ranks"
-        )
-
-
-def _check_heads(query: int, key: int, parts: int, multiplier: int, head_dim: int) -> None:
-    """Raises ValueError unless each rank has whole heads, and each query head's key/value head."""
-    for name, size in (("query", query), ("key/value", key)):
-        ensure_divisibility(size, head_dim, f"{name} features over head_dim")
-    heads, kv_heads = query // head_dim, key // head_dim
-    ensure_divisibility(heads, kv_heads, "query heads over key/value heads")
-    ensure_divisibility(heads, parts, "query heads over ranks")
-    ensure_divisibility(
-        kv_heads * multiplier, parts, "key/value heads × kv_size_multiplier over ranks"
-    )
-    if multiplier > 1 and kv_heads * multiplier != parts:
-        raise ValueError(
-            f"{kv_heads} key/value heads × kv_size_multiplier {multiplier} give "
-            f"{kv_heads * multiplier // parts} on each of {parts} ranks, and query heads pair with "
-            "theirs only where that is 1"
-        )
+        if not self.gather_output:
+            return output.split(self.rows.local_sizes, -1)
+        # One copy of each feature: the others then get no gradient, to be counted once.
+        output = mappings.gather_from_tensor_model_parallel_region(output)
+        output = replace(self.rows, dim=-1).merge(output.chunk(self._size, -1))
+        return output.split(self.rows.sizes, -1)

@@ -28,8 +28,6 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         lr: a float, or a tensor on the parameters' device.
         betas, eps, weight_decay: as above.
         correct_bias: see α.
-        no_deprecation_warning, capturable: accepted and ignored; a step never reads a value.
-        differentiable: has to be False.
 
     Raises:
         ValueError: a number out of its range, with its name.
@@ -46,12 +44,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         correct_bias: bool = True,
-        no_deprecation_warning: bool = True,
-        differentiable: bool = False,
-        capturable: bool = False,
     ):
-        if differentiable:
-            raise ValueError("differentiable=True: a step has no gradient here")
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise ValueError(f"betas {betas} are not both in [0, 1)")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
@@ -140,12 +133,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
                 self.state[p][key] = value.detach().to(p.device, copy=True)
 
 
-NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
-)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tutorial_lib.checkpoint import zero1_files
-from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers import parallel_state, ranks
 from tutorial_lib.parallel_layers.flat_shards import as_rows, take_shard
 from tutorial_lib.parallel_layers.grads import (
     accumulate_widely,
@@ -27,7 +27,7 @@ from tutorial_lib.parallel_layers.marks import copy_tensor_model_parallel_attrib
 
 from .finite_step import SKIP, check_finite, check_policy, update_where
 from .zero1_collectives import all_gather_into, reduce_scatter_mean
-from .zero1_state import check_fits_on_all, complete_state, load_shards
+from .zero1_state import check_fits, complete_state, load_shards
 
 
 class NeuronZero1Optimizer(torch.optim.Optimizer):
@@ -52,8 +52,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             groups.
         grad_norm_groups: accepted if they are the tensor-parallel groups, over which the norm is
             always taken.
-        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: size of one collective in 10⁶ bytes;
-            0 for one a parameter, by default what suits the device (`buckets.buckets_of`).
         use_grad_acc_hook: accumulate in float32, so that `param.grad` is float32.
         save_master_weights: put the masters into `state_dict`, by default unlike in the vendor's
             library. Without them a resumed bfloat16 run starts from rounded weights.
@@ -82,8 +80,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         pin_layout: bool = True,
         sharding_groups: parallel_state.ReplicaGroups | None = None,
         grad_norm_groups: parallel_state.ReplicaGroups | None = None,
-        bucket_cap_mb_all_gather: float | None = None,
-        bucket_cap_mb_reduce_scatter: float | None = None,
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         use_master_weights: bool = True,
@@ -104,8 +100,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
         self.optimizer_class, self.grad_clipping = optimizer_class, grad_clipping
-        self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
-        self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
         self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
         self.use_master_weights = use_master_weights
         self.grad_norm: torch.Tensor | None = None
@@ -246,11 +240,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         grads = [param.grad for param, _ in pairs]
         if self.use_grad_acc_hook:  # also those that no backward has made
             grads = [grad.to(wide_dtype(param)) for grad, (param, _) in zip(grads, pairs)]
-        cap_mb = self.bucket_cap_mb_reduce_scatter
-        buffers, grads = reduce_scatter_mean(grads, dtypes, self.sharding_groups, cap_mb)
+        buffers, grads = reduce_scatter_mean(grads, dtypes, self.sharding_groups)
         for shard, grad in zip(shards, grads):
             shard.grad = grad
-        norm = get_grad_norm(shards, 2, True, self.sharding_groups)
+        norm = get_grad_norm(shards, self.sharding_groups)
         finite = check_finite(norm, self.nonfinite_gradients, self.param_groups)
         if self.grad_clipping:
             self.grad_norm = norm
@@ -261,7 +254,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def _gather(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
         params, shards = [param for param, _ in pairs], [shard.detach() for _, shard in pairs]
-        all_gather_into(params, shards, self.sharding_groups, self.bucket_cap_mb_all_gather)
+        all_gather_into(params, shards, self.sharding_groups)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -287,7 +280,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             ValueError: another number of shards, another rank's shard or other parameters; on all
                 ranks.
         """
-        check_fits_on_all(self, state_dict)
+        ranks.together(check_fits, state_dict, self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._hand_over()
         load_shards(self, state_dict)

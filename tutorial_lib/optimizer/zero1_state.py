@@ -3,9 +3,9 @@
 - `param_groups`, `state`: as torch has them; `state` is empty.
 - `base_state`: the inner optimizer's state of this rank's shards, by the parameter's place.
 - `sharded_master_weights`: likewise the masters, unless the optimizer was told to leave them out.
-- `shape_info`: by place, what it takes to cut the state anew for another mesh: the parameter's name
+- `shape_info`: by place, what it takes to reshard the state for another mesh: the parameter's name
   (None without named parameters), its shape on this tensor-parallel rank, the padding at the end of
-  the last shard, its dtype, and how it is cut over tensor parallelism.
+  the last shard, its dtype, and how it is sharded over tensor parallelism.
 - `sharding`: this rank's place in the group and the group's size.
 
 `flat_shards` has the layout of a shard, and `join_shards`.
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.flat_shards import shard_length, take_shard
 from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
 
@@ -42,7 +41,7 @@ def complete_state(optimizer: "NeuronZero1Optimizer", state: dict) -> dict:
 
 
 def load_shards(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
-    """Loads the inner optimizer's state and the masters, or cuts those from the parameters."""
+    """Loads the inner optimizer's state and the masters, or takes those from the parameters."""
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}
         for group in state_dict["param_groups"]
@@ -58,20 +57,10 @@ def load_shards(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
                 shard.copy_(masters[place])
 
 
-def check_fits_on_all(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
-    """Raises ValueError on all ranks unless the state is of this optimizer's shards on each."""
-    misfit = None
-    try:
-        _check_fits(state_dict, optimizer.sharding, [param for param, _ in optimizer.pairs()])
-    except ValueError as error:
-        misfit = error
-    comm.raise_on_all(misfit, optimizer.sharding_groups)
-
-
 def _shape_info(
     names: list[str | None], parameters: list[torch.Tensor], size: int
 ) -> dict[int, dict]:
-    """What it takes to cut each parameter's state anew for another mesh, as plain data; see
+    """What it takes to reshard each parameter's state for another mesh, as plain data; see
     `NeuronZero1Optimizer`.
     """
     return {
@@ -89,24 +78,21 @@ def _shape_info(
     }
 
 
-def _check_fits(state_dict: dict, here: dict, parameters: list[torch.Tensor]) -> None:
-    """Raises ValueError unless a state is of these parameters and of the shard that `here`, a rank
-    and a size, names.
-    """
-    saved = state_dict["sharding"]
+def check_fits(state_dict: dict, optimizer: "NeuronZero1Optimizer") -> None:
+    """Raises ValueError unless a state is of this optimizer's parameters, and of its shards."""
+    saved, here = state_dict["sharding"], optimizer.sharding
     if saved != here:
         raise ValueError(
             f"the optimizer state is shard {saved['rank']} of {saved['size']}, and this rank needs "
             f"shard {here['rank']} of {here['size']}: convert the checkpoint to this data-parallel "
             "size first"
         )
-    infos = state_dict["shape_info"]
-    if len(infos) != len(parameters):
+    infos, pairs = state_dict["shape_info"], optimizer.pairs()
+    if len(infos) != len(pairs):
         raise ValueError(
-            f"the optimizer state is of {len(infos)} parameters, "
-            f"this optimizer has {len(parameters)}"
+            f"the optimizer state is of {len(infos)} parameters, this optimizer has {len(pairs)}"
         )
-    for (place, info), parameter in zip(infos.items(), parameters):
+    for (place, info), (parameter, _) in zip(infos.items(), pairs):
         if info["shape"] != list(parameter.shape):
             raise ValueError(
                 f"parameter {place} has shape {list(parameter.shape)}, "

@@ -27,26 +27,19 @@ def meta_stands_for_host() -> Iterator[None]:
         _host_kinds.discard("meta")
 
 
-def buckets_of(tensors: list[torch.Tensor], cap_mb: float | None = None) -> list[list[int]]:
-    """The places of tensors that are to travel together, in order, each bucket of one dtype.
-
-    Args:
-        cap_mb: 10⁶ bytes that a bucket holds at most, unless it holds a single tensor; by default
-            `BUCKET_CAP_MB`, or `HOST_BUCKET_CAP_MB` for tensors on the host.
-    """
+def buckets_of(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """The places of tensors that are to travel together, each bucket of one dtype."""
     buckets: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], float]] = {}  # the bucket and the bytes left in it
     for place, tensor in enumerate(tensors):
+        host = tensor.device.type in _host_kinds
+        cap = 1e6 * (HOST_BUCKET_CAP_MB if host else BUCKET_CAP_MB)
+        if tensor.nbytes >= cap:  # alone, and without a copy
+            buckets.append([place])
+            continue
         bucket, left = filling.get(tensor.dtype, (None, 0.0))
-        if bucket is None or tensor.nbytes > left:
-            cap = (
-                cap_mb
-                if cap_mb is not None
-                else HOST_BUCKET_CAP_MB
-                if tensor.device.type in _host_kinds
-                else BUCKET_CAP_MB
-            )
-            bucket, left = [], cap * 1e6
+        if tensor.nbytes > left:
+            bucket, left = [], cap
             buckets.append(bucket)
         bucket.append(place)
         filling[tensor.dtype] = bucket, left - tensor.nbytes
@@ -69,30 +62,20 @@ def one_ahead(buckets: list[list[int]], start: Callable, finish: Callable) -> No
 
 @torch.no_grad()
 def all_reduce_bucketed(
-    tensors: Iterable[torch.Tensor],
-    groups: comm.Groups,
-    scale: float = 1.0,
-    cap_mb: float | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    tensors: Iterable[torch.Tensor], groups: comm.Groups, scale: float = 1.0
 ) -> None:
     """Replaces each tensor by `scale` times its sum over the group, in few large all-reduces.
 
     Args:
         tensors: the same shapes in the same order on every rank of the group.
-        reduce_dtype: the dtype to sum and scale in; by default the tensor's own.
     """
     tensors = list(tensors)
-    if parallel_state.axis_of(groups).size == 1:
-        if scale != 1.0:
-            torch._foreach_mul_(tensors, scale)
-        return
 
     def start(places: list[int]) -> tuple[list[torch.Tensor], comm.Pending]:
         bucket = [tensors[place] for place in places]
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        return bucket, comm.all_reduce_start(
-            "sum", flat.to(reduce_dtype or flat.dtype), groups, reuse=True
-        )
+        flat = [tensor.reshape(-1) for tensor in bucket]
+        whole = torch.cat(flat) if len(flat) > 1 else flat[0]
+        return bucket, comm.all_reduce_start("sum", whole, groups, reuse=True)
 
     def finish(bucket: list[torch.Tensor], pending: comm.Pending) -> None:
         flat = pending.wait()
@@ -101,4 +84,5 @@ def all_reduce_bucketed(
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket])):
             tensor.copy_(part.view(tensor.shape))
 
-    one_ahead(buckets_of(tensors, cap_mb), start, finish)
+    if parallel_state.axis_of(groups).size > 1:
+        one_ahead(buckets_of(tensors), start, finish)

@@ -22,6 +22,7 @@ from .recording import note
 from .recording import record as record
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 Groups = dist.ProcessGroup | parallel_state.ReplicaGroups | None
 _LARGE = 1 << 18  # bytes from which an all-gather on gloo is faster as broadcasts
 
@@ -100,21 +101,29 @@ def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> tor
     return all_reduce_start(op_type, tensor, groups).wait()
 
 
-def all_gather_start(tensor: torch.Tensor, dim: int = 0, groups: Groups = None) -> Pending:
-    """Begins an all-gather that may overlap with computation; see `all_gather`."""
+def all_gather_start(
+    tensor: torch.Tensor, dim: int = 0, groups: Groups = None, out: torch.Tensor | None = None
+) -> Pending:
+    """Begins an all-gather that may overlap with computation; see `all_gather`.
+
+    Args:
+        out: contiguous memory for the result, with `dim` 0: saves a copy.
+    """
     tensor, dim = tensor.detach(), _dimension(tensor, dim)
     axis = parallel_state.axis_of(groups)
+    place = None if out is None else out.copy_
     if axis.size == 1:
-        return Pending(tensor.clone())
+        return Pending(tensor.clone(), finish=place)
     note("all_gather", axis, tensor)
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        return Pending(xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False))
+        gathered = xm.all_gather(tensor, dim=dim, groups=axis.replica_groups, pin_layout=False)
+        return Pending(gathered, finish=place)
     if tensor.is_meta:
-        return Pending(_resized(tensor, dim, axis.size * tensor.size(dim)))
+        return Pending(_resized(tensor, dim, axis.size * tensor.size(dim)), finish=place)
     tensor = tensor.contiguous()
-    gathered = tensor.new_empty(axis.size * tensor.size(0), *tensor.shape[1:])
+    gathered = _resized(tensor, 0, axis.size * tensor.size(0)) if out is None else out
     if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
         works = _all_gather_of_gloo(gathered, tensor, axis)
     else:
@@ -190,27 +199,42 @@ def reduce_scatter_start(
         return Pending(_resized(tensor, scatter_dim, tensor.size(scatter_dim) // axis.size))
     # The chunks have to be contiguous.
     source = tensor.movedim(scatter_dim, 0).contiguous()
-    if tensor.device.type == "cpu":
-        # Each rank receives its chunk from all and combines them: gloo reduces all on all ranks.
-        received = torch.empty_like(source)
-        works = [dist.all_to_all_single(received, source, group=axis.group, async_op=True)]
+    combine = _COMBINE[reduce_type] if tensor.device.type == "cpu" else None
+    if combine:  # gloo's own reduces all chunks on all ranks
+        chunks, works = _exchange(source.chunk(axis.size), axis)
+        result = chunks[1 if axis.rank == 0 else 0]  # received: its memory is free
     else:
         if source.data_ptr() == tensor.data_ptr() and not reuse:
             source = source.clone()
-        received = source.new_empty(source.size(0) // axis.size, *source.shape[1:])
+        result = _resized(source, 0, source.size(0) // axis.size)
         works = [
             dist.reduce_scatter_tensor(
-                received, source, _OPS[reduce_type], group=axis.group, async_op=True
+                result, source, _OPS[reduce_type], group=axis.group, async_op=True
             )
         ]
 
     def finish(result: torch.Tensor) -> torch.Tensor:
-        if result.size(0) == source.size(0):
-            result = _combine(reduce_type, result.chunk(axis.size))
+        if combine:  # in the order of the ranks
+            combine(chunks[0], chunks[1], out=result)
+            for chunk in chunks[2:]:
+                combine(result, chunk, out=result)
         result = result.movedim(0, scatter_dim).contiguous()
-        return result * scale if scale != 1.0 else result
+        return result.mul_(scale) if scale != 1.0 else result
 
-    return Pending(received, works, finish)
+    return Pending(result, works, finish)
+
+
+def _exchange(chunks: Sequence[torch.Tensor], axis) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    """Sends every rank its chunk and receives one from each: these, in rank order, once the works
+    are done. This rank's own is not copied.
+    """
+    received, works = list(chunks), []
+    for place, rank in enumerate(axis.ranks):
+        if place != axis.rank:
+            received[place] = torch.empty_like(chunks[axis.rank])
+            works.append(dist.isend(chunks[place], rank, group=axis.group))
+            works.append(dist.irecv(received[place], rank, group=axis.group))
+    return received, works
 
 
 def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -218,16 +242,6 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = size
     return tensor.new_empty(shape)
-
-
-def _combine(op_type: str, chunks: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The sum (`max`, `min`) of the chunks, in their order."""
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op_type]
-    first, second, *others = chunks
-    result = combine(first, second)
-    for chunk in others:
-        combine(result, chunk, out=result)
-    return result
 
 
 def reduce_scatter(

@@ -62,14 +62,3 @@ def _disagreements(digests: dict[int, dict[str, bytes]]) -> Iterable[tuple[str, 
             right = max(found.values(), key=len)
             wrong = [rank for rank in digests if rank not in right]
             yield name, ", ".join(map(str, right)), ", ".join(map(str, wrong))
-
-
-def check_replicated(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises unless all ranks that share a parameter hold the same bits; see `find_drift`.
-
-    Raises:
-        RuntimeError: on every rank, naming each parameter that drifted and where.
-    """
-    drifted = find_drift(named_parameters)
-    if drifted:
-        raise RuntimeError("replicated parameters differ:\n" + "\n".join(drifted))

@@ -6,8 +6,7 @@ from torch.nn import functional as F
 
 from . import mappings
 from .sharded_module import InitMethod, ShardedModule
-from .sharding import Partition
-from .utils import ensure_positive, ids_outside, padding_of
+from .utils import ensure_positive, ids_outside
 
 
 class ParallelEmbedding(ShardedModule):
@@ -58,9 +57,7 @@ class ParallelEmbedding(ShardedModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.init_method = padding_idx, init_method
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        multiple = pad_alignment_size_per_rank if pad else 1
-        zeros = padding_of(num_embeddings, self._size, multiple) if pad else 0
-        rows = Partition(0, (num_embeddings,), self._size, pad=zeros, multiple=multiple)
+        rows = self._rows((num_embeddings,), pad, pad_alignment_size_per_rank)
         self._declare("weight", (num_embeddings, embedding_dim), rows)
         self.num_embeddings_per_partition = rows.local_sizes[0]
         self.start_index = self._rank * self.num_embeddings_per_partition
@@ -68,10 +65,13 @@ class ParallelEmbedding(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draws the table as `nn.Embedding` does."""
-        full = self._draw((self.num_embeddings, self.embedding_dim), self.init_method)
-        if self.padding_idx is not None:
-            full[self.padding_idx] = 0
-        self._keep("weight", full)
+
+        def init(table: torch.Tensor) -> None:
+            self.init_method(table)
+            if self.padding_idx is not None:
+                table[self.padding_idx] = 0
+
+        self.draw_("weight", init)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the ids `input`."""

@@ -2,7 +2,7 @@
 
 A parameter of n elements over R ranks is flattened, padded with zeros to R · ⌈n / R⌉ elements and
 divided into R equal runs; rank r holds run r. So a shard is at most R - 1 elements longer than
-n / R, and the shards of all ranks, one behind the other, are the parameter.
+n / R, and the shards of all ranks, concatenated, are the parameter.
 """
 
 import torch

@@ -7,7 +7,6 @@ group, average over the data-parallel group, clip, step. Names are those of
 step can be traced.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -28,11 +27,7 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.T
 
 
 def bucket_allreduce_gradients(
-    grads_list: Iterable[torch.Tensor],
-    *,
-    groups: comm.Groups = None,
-    bucket_cap_mb: float | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    grads_list: Iterable[torch.Tensor], *, groups: comm.Groups = None
 ) -> None:
     """Averages gradients over the data-parallel replicas, in place.
 
@@ -40,13 +35,11 @@ def bucket_allreduce_gradients(
         grads_list: the same on every replica; see `fill_missing_gradients` where one of them may
             lack a gradient.
         groups: the replicas; by default the data-parallel group.
-        bucket_cap_mb: size of one all-reduce, see `buckets_of`.
-        reduce_dtype: e.g. float32, to average bfloat16 gradients with one rounding.
     """
     groups = groups or parallel_state.get_data_parallel_replica_groups()
-    size = parallel_state.axis_of(groups).size
+    scale = 1.0 / parallel_state.axis_of(groups).size
     # Backward makes the last layer's gradients first.
-    all_reduce_bucketed(list(grads_list)[::-1], groups, 1.0 / size, bucket_cap_mb, reduce_dtype)
+    all_reduce_bucketed(list(grads_list)[::-1], groups, scale)
 
 
 class _WidelyAccumulated(nn.Parameter):
@@ -141,103 +134,63 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
 # --- norm and clipping ----------------------------------------------------------------------------
 
 
-def _shares(
-    parameter: torch.Tensor, grad: torch.Tensor, force_spmd: bool
-) -> Iterable[tuple[torch.Tensor, float]]:
-    """Cuts a gradient into (part, share): of its powers this rank adds that share to the sum over
-    tensor parallel.
+def _shares(parameter: torch.Tensor, grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
+    """Splits a gradient into `(part, share)`: this rank adds that share of the part's squares to
+    the sum over tensor parallel.
     """
-    if not is_tensor_parallel(parameter):
-        if force_spmd:
-            yield grad, 1.0 / parallel_state.get_tensor_model_parallel_size()
-        elif parallel_state.get_tensor_model_parallel_rank() == 0:
-            yield grad, 1.0
-        return
-    parts = getattr(parameter, "num_partitions", -1)
     size = parallel_state.get_tensor_model_parallel_size()
+    if not is_tensor_parallel(parameter):
+        return [(grad, 1.0 / size)]
+    parts = getattr(parameter, "num_partitions", -1)
     if parts not in (-1, size):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is sharded over {parts} ranks, and the "
             f"norm is taken over the {size} of a tensor-parallel group"
         )
     shared = getattr(parameter, "kv_shared_numel", 0)
-    if shared == 0:
-        yield grad, 1.0
-        return
-    flat = grad.reshape(-1)
-    own = flat.numel() - shared
-    if own:
-        yield flat[:own], 1.0
-    yield flat[own:], 1.0 / parallel_state.get_kv_shared_group_size()
+    if not shared:
+        return [(grad, 1.0)]
+    own, copies = grad.reshape(-1).split([grad.numel() - shared, shared])
+    return [(own, 1.0), (copies, 1.0 / parallel_state.get_kv_shared_group_size())]
 
 
 @torch.no_grad()
 def get_grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    norm_type: float | int = 2,
-    zero1_optimizer: bool = False,
-    zero1_optimizer_groups: comm.Groups = None,
-    force_spmd: bool = True,
+    parameters: torch.Tensor | Iterable[torch.Tensor], sharding_groups: comm.Groups = None
 ) -> torch.Tensor:
-    """The norm of all gradients of the model as if they lay on one device, bitwise equal on all
-    ranks that share it.
+    """The Euclidean norm of all gradients of the model as if they lay on one device, bitwise equal
+    on all ranks that share it.
 
     A sharded parameter counts on each tensor-parallel rank, a replicated one once, one shared by a
-    kv group once in that group, a tied one once, and one marked `shared` or without a gradient not
-    at all. Summed over the tensor-parallel group; over data parallel the gradients
-    are taken to be averaged already.
+    kv group once in that group, a tied one once, and one without a gradient not at all. Summed over
+    the tensor-parallel group; over data parallel the gradients are taken to be averaged already.
 
     Args:
         parameters: any iterable of parameters, or one.
-        norm_type: p of the p-norm; `inf` for the largest magnitude.
-        zero1_optimizer: `parameters` are shards of ZeRO-1, so sum over those who hold the other
-            shards too.
-        zero1_optimizer_groups: who they are; by default the data-parallel group.
-        force_spmd: count a replicated parameter as 1/T on each rank, the same program everywhere;
-            otherwise whole, on rank 0 alone.
+        sharding_groups: `parameters` are the shards that ZeRO-1 makes over these groups, so the sum
+            is over them too.
 
     Returns:
         A scalar tensor on the parameters' device, in float32 or, for such gradients, float64.
 
     Raises:
-        ValueError: `zero1_optimizer_groups` without `zero1_optimizer`, a `norm_type` that is not
-            above 0, or a parameter that is cut over another number of ranks than tensor-parallel
+        ValueError: a parameter that is sharded over another number of ranks than tensor-parallel
             groups have.
     """
-    if zero1_optimizer_groups is not None and not zero1_optimizer:
-        raise ValueError("zero1_optimizer_groups was given, but zero1_optimizer is False")
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type {norm_type} is not above 0")
     parameters = _distinct(parameters)
-    counted = [p for p in parameters if p.grad is not None and not getattr(p, "shared", False)]
-    grads, shares = [], []
-    for parameter in counted:
-        for grad, share in _shares(parameter, parameter.grad.detach(), force_spmd):
-            if grad.numel():
-                grads.append(grad)
-                shares.append(share)
-    wide = any(p.grad.dtype == torch.float64 for p in counted)
+    counted = [p for p in parameters if p.grad is not None]
+    parts = [part for p in counted for part in _shares(p, p.grad.detach()) if part[0].numel()]
+    if not parts:
+        parts = [(torch.zeros(1, device=parameters[0].device if parameters else "cpu"), 1.0)]
+    grads, shares = zip(*parts)
+    wide = any(grad.dtype == torch.float64 for grad in grads)
     dtype = torch.float64 if wide else torch.float32
-    if grads:
-        norms = torch.stack(
-            [norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype)]
-        )
-    else:
-        norms = torch.zeros(1, dtype=dtype, device=parameters[0].device if parameters else "cpu")
-        shares = [1.0]
-    groups = [parallel_state.get_tensor_model_parallel_replica_groups()]
-    if zero1_optimizer:
-        groups.append(zero1_optimizer_groups or parallel_state.get_data_parallel_replica_groups())
-    if math.isinf(norm_type):
-        total = norms.max()
-        for group in groups:  # gathered, as a NaN is lost in gloo's maximum
-            total = comm.all_gather(total[None], 0, group).max()
-        return total
-    total = (norms.pow(norm_type) * torch.tensor(shares, dtype=dtype, device=norms.device)).sum()
-    for group in groups:
-        total = comm.all_reduce("sum", total, group)
-    return total.pow(1.0 / norm_type)
+    norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, 2.0, dtype)])
+    total = (norms.pow(2.0) * torch.tensor(shares, dtype=dtype, device=norms.device)).sum()
+    total = comm.all_reduce("sum", total)
+    if sharding_groups is not None:
+        total = comm.all_reduce("sum", total, sharding_groups)
+    return total.pow(0.5)
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float | int) -> torch.Tensor:
@@ -266,23 +219,15 @@ def clip_grads_with_norm(
 
 
 def clip_grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float | int,
-    norm_type: float | int = 2,
-    zero1_optimizer: bool = False,
-    zero1_optimizer_groups: comm.Groups = None,
-    force_spmd: bool = True,
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float | int
 ) -> torch.Tensor:
     """Clips the gradients of the whole model, in place, to a norm of `max_norm` and returns the
     norm before.
 
-    See `get_grad_norm` for the arguments and for what is counted, `clip_coefficient` for
-    `max_norm`: one above the norm leaves every gradient bitwise as it was. Every rank of the
-    tensor-parallel group has to call it.
+    See `get_grad_norm` for what is counted, `clip_coefficient` for `max_norm`: one above the norm
+    leaves every gradient bitwise as it was. Every rank of the tensor-parallel group has to call it.
     """
     parameters = _distinct(parameters)
-    total_norm = get_grad_norm(
-        parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd
-    )
+    total_norm = get_grad_norm(parameters)
     clip_grads_with_norm(parameters, total_norm, max_norm)
     return total_norm

@@ -17,7 +17,7 @@ from .features import holds_shard, note_features
 from .linear import column_parallel_linear, row_parallel_linear
 from .sharded_module import InitMethod, ShardedModule
 from .sharding import Partition
-from .utils import divide, ensure_positive, padding_of
+from .utils import divide, ensure_positive
 
 
 def kaiming(weight: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class ParallelLinear(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Draws weight and bias as `nn.Linear` does, with the fan-in of the full weight."""
-        self._keep("weight", self._draw((self.output_size, self.input_size), self.init_method))
+        self.draw_("weight", self.init_method)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.input_size)
             self.draw_("bias", lambda bias: nn.init.uniform_(bias, -bound, bound))
@@ -122,22 +122,18 @@ class ColumnParallelLinear(ParallelLinear):
             raise ValueError(f"pad=True needs stride=1, one matrix in the weight, not {stride}")
         self.gather_output = gather_output
         sizes = (divide(output_size, stride, "output_size over stride"),) * stride
-        multiple = pad_alignment_size_per_rank if pad else 1
-        zeros = padding_of(output_size, self._size, multiple) if pad else 0
-        rows = Partition(0, sizes, self._size, pad=zeros, multiple=multiple)
-        self._rows, self.output_size_per_partition = rows, sum(rows.local_sizes)
+        self.rows = rows = self._rows(sizes, pad, pad_alignment_size_per_rank)
+        self.output_size_per_partition = sum(rows.local_sizes)
         self._declare("weight", (output_size, input_size), rows)
-        if bias:
-            self._declare("bias", (output_size,), None if gather_output else rows)
-        else:
-            self.register_parameter("bias", None)
+        shape = (output_size,) if bias else None
+        self._declare("bias", shape, None if gather_output else rows)
         self._initialize()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The output features of this rank, or all."""
         check_features(self, input, self.input_size, sharded=False)
         weight, bias = self.matrix, None if self.gather_output else self.bias
-        padding = self.output_size_per_partition - self._rows.real_size(self._rank)
+        padding = self.output_size_per_partition - self.rows.real_size(self._rank)
         if padding:
             weight, bias = weight[:-padding], None if bias is None else bias[:-padding]
         output = column_parallel_linear(input, weight, bias, self.sequence_parallel_enabled)
@@ -145,8 +141,8 @@ class ColumnParallelLinear(ParallelLinear):
             output = nn.functional.pad(output, (0, padding))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output)
-            if not self._rows.trivial:
-                output = replace(self._rows, dim=-1).merge(output.chunk(self._size, -1))
+            if not self.rows.trivial:
+                output = replace(self.rows, dim=-1).merge(output.chunk(self._size, -1))
             if self.bias is not None:
                 output = output + self.bias.to(output.dtype)
         return note_features(
@@ -198,11 +194,8 @@ class RowParallelLinear(ParallelLinear):
         columns = Partition(1, (input_size,), self._size)
         self.input_size_per_partition = columns.local_sizes[0]
         self._declare("weight", (output_size, input_size), columns)
-        if bias:
-            shared = {"sequence_parallel_enabled": sequence_parallel_enabled}
-            self._declare("bias", (output_size,), **shared)
-        else:
-            self.register_parameter("bias", None)
+        shape = (output_size,) if bias else None
+        self._declare("bias", shape, sequence_parallel_enabled=sequence_parallel_enabled)
         self._initialize()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,6 @@ take the place of the two all-reduces (Korthikanti et al., 2022, section 4.2).
 Sums over the ranks are of float32 (float64 for float64), also where the tensors are of less.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -103,20 +101,20 @@ class _RowLinear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in autocast's dtype where it is on, as for a plain matrix multiplication."""
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _no_autocast(kind: str):
-    """Switches autocast off on devices that have it, which meta is not."""
+def _apply(function: type[Function], x, weight, bias, *args) -> torch.Tensor:
+    """Runs a sharded multiplication, under autocast in its dtype, as a plain one would."""
+    if parallel_state.get_tensor_model_parallel_size() == 1:
+        return F.linear(x, weight, bias)
+    kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+        return function.apply(x, weight, bias, *args)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = (
+            t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, weight, bias)
+        )
+    with torch.autocast(kind, enabled=False):
+        return function.apply(x, weight, bias, *args)
 
 
 def column_parallel_linear(
@@ -137,11 +135,7 @@ def column_parallel_linear(
     Returns:
         `[…, out/T]`, of the whole sequence.
     """
-    if parallel_state.get_tensor_model_parallel_size() == 1:
-        return F.linear(x, weight, bias)
-    x, weight, bias = _autocast(x, weight, bias)
-    with _no_autocast(x.device.type):
-        return _ColumnLinear.apply(x, weight, bias, sequence_parallel, copied_rows)
+    return _apply(_ColumnLinear, x, weight, bias, sequence_parallel, copied_rows)
 
 
 def row_parallel_linear(
@@ -160,8 +154,4 @@ def row_parallel_linear(
     Returns:
         `[…, out]`, or `[S/T, …, out]`.
     """
-    if parallel_state.get_tensor_model_parallel_size() == 1:
-        return F.linear(x, weight, bias)
-    x, weight, bias = _autocast(x, weight, bias)
-    with _no_autocast(x.device.type):
-        return _RowLinear.apply(x, weight, bias, sequence_parallel)
+    return _apply(_RowLinear, x, weight, bias, sequence_parallel)

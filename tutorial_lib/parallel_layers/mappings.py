@@ -16,10 +16,8 @@ from .utils import divide
 
 
 def _own_chunk(x: torch.Tensor, dim: int) -> torch.Tensor:
-    size, rank = (
-        parallel_state.get_tensor_model_parallel_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    size = parallel_state.get_tensor_model_parallel_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     chunk = divide(x.size(dim), size, f"dimension {dim} of a tensor of shape {tuple(x.shape)}")
     # A copy: a view would keep the whole tensor alive.
     return x.narrow(dim, rank * chunk, chunk).clone(memory_format=torch.contiguous_format)

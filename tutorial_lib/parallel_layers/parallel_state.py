@@ -2,8 +2,8 @@
 group of this rank along each axis.
 
 Names and layout are those of `neuronx_distributed.parallel_layers.parallel_state`; sizes are
-checked, never clamped. There is no pipeline, context or expert parallelism, as the tutorials teach
-none: these sizes are 1.
+checked, never clamped. The tutorials teach no pipeline, context or expert parallelism, so these
+sizes are 1.
 
 On every backend a group is a `torch.distributed.ProcessGroup` (on `xla` a gloo one, for what the
 hosts exchange), and `as_list=True` gives its replica groups: the list of all groups along that
@@ -12,7 +12,6 @@ axis, which a traced collective carries.
 
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -20,13 +19,6 @@ from torch.distributed import ProcessGroup
 from .utils import divide, ensure_positive
 
 ReplicaGroups = list[list[int]]
-
-
-class ParallelGroups(NamedTuple):
-    """The groups along each axis, as lists of ranks."""
-
-    tp_groups: ReplicaGroups
-    dp_groups: ReplicaGroups
 
 
 @dataclass(frozen=True)
@@ -48,8 +40,10 @@ _axes: dict[str, _Axis] = {}
 _world: ProcessGroup | None = None  # the world that the axes were made in
 
 
-def layout(world_size: int, tensor_model_parallel_size: int = 1) -> ParallelGroups:
-    """The groups of ranks along both axes. Pure arithmetic, for any world size.
+def layout(
+    world_size: int, tensor_model_parallel_size: int = 1
+) -> tuple[ReplicaGroups, ReplicaGroups]:
+    """The tensor-parallel and the data-parallel groups. Pure arithmetic, for any world size.
 
     The ranks `0 … W-1` are laid out row by row as `[DP, TP]`: those of a tensor-parallel group are
     neighbours, which on Trainium share a chip.
@@ -59,12 +53,9 @@ def layout(world_size: int, tensor_model_parallel_size: int = 1) -> ParallelGrou
     """
     tp = tensor_model_parallel_size
     ensure_positive(world_size=world_size, tensor_model_parallel_size=tp)
-    what = f"world size {world_size} over tensor_model_parallel_size {tp}"
-    dp = divide(world_size, tp, what)
-    return ParallelGroups(
-        tp_groups=[[row * tp + column for column in range(tp)] for row in range(dp)],
-        dp_groups=[[row * tp + column for row in range(dp)] for column in range(tp)],
-    )
+    divide(world_size, tp, f"world size {world_size} over tensor_model_parallel_size {tp}")
+    rows = [list(range(first, first + tp)) for first in range(0, world_size, tp)]
+    return rows, [list(column) for column in zip(*rows)]
 
 
 def initialize_model_parallel(
@@ -72,21 +63,12 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
-    skip_collective_init: bool = False,
-    lnc_size: int = 1,
-    mesh_only: bool = False,
-) -> ParallelGroups | None:
+) -> None:
     """Builds the groups of both axes. Every rank calls it; a second call builds them anew.
 
     Args:
         tensor_model_parallel_size: T; what it leaves of the world is data parallel.
         pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: 1.
-        skip_collective_init, lnc_size: accepted, as the vendor's library has them; nothing here
-            depends on them.
-        mesh_only: return the groups as lists of ranks and create nothing.
-
-    Returns:
-        The groups with `mesh_only`, else None.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
@@ -107,15 +89,12 @@ def initialize_model_parallel(
     for name, size in others.items():
         if size != 1:
             raise ValueError(f"{name} {size!r} is not supported, only 1")
-    groups = layout(dist.get_world_size(), tensor_model_parallel_size)
-    if mesh_only:
-        return groups
+    tp_groups, dp_groups = layout(dist.get_world_size(), tensor_model_parallel_size)
     destroy_model_parallel()
     _world = dist.group.WORLD
-    _add_axis("tp", groups.tp_groups)
-    _add_axis("dp", groups.dp_groups)
+    _add_axis("tp", tp_groups)
+    _add_axis("dp", dp_groups)
     _add_axis("world", [list(range(dist.get_world_size()))], group=dist.group.WORLD)
-    return None
 
 
 def initialize_fallback_parallel_state() -> None:
@@ -147,14 +126,6 @@ def destroy_model_parallel() -> None:
 def model_parallel_is_initialized() -> bool:
     """True if the axes exist and belong to the process group that is up now."""
     return dist.is_initialized() and _world is dist.group.WORLD and "tp" in _axes
-
-
-def mesh_is(groups: ParallelGroups) -> bool:
-    """True if the axes exist and are these (`initialize_model_parallel` with `mesh_only`)."""
-    return model_parallel_is_initialized() and groups == (
-        _axes["tp"].replica_groups,
-        _axes["dp"].replica_groups,
-    )
 
 
 def _add_axis(name: str, replica_groups: ReplicaGroups, group: ProcessGroup | None = None) -> None:
@@ -239,10 +210,9 @@ def get_data_parallel_rank() -> int:
     return _axis("dp").rank
 
 
-# The spellings of the developer guide, and of ZeRO-1.
+# The spellings of the developer guide.
 get_tensor_parallel_size = get_tensor_model_parallel_size
 get_data_parallel_world_size = get_data_parallel_size
-get_zero1_sharding_groups = get_data_parallel_replica_groups
 
 
 # What scripts ask for that could also run with these axes.
@@ -280,13 +250,6 @@ def initialize_kv_group(kv_shared_group_size: int) -> None:
             f"kv groups {_axes['kv'].replica_groups} exist, {wanted} were asked for: all layers "
             "need one kv_size_multiplier"
         )
-
-
-def destroy_kv_group() -> None:
-    """Forgets the kv groups, so that others can be made."""
-    axis = _axes.pop("kv", None)
-    if axis is not None and axis.group not in {other.group for other in _axes.values()}:
-        dist.destroy_process_group(axis.group)
 
 
 def get_kv_shared_replica_groups() -> ReplicaGroups:

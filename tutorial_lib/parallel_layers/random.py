@@ -166,27 +166,22 @@ def set_streams(found: tuple[State, dict[str, State], bool]) -> None:
     _tracker.set_states(states)
 
 
+_NUMPY = ("kind", "keys", "position", "has_gauss", "cached")  # of numpy's tuple, in its order
+_PYTHON = ("version", "words", "gauss")
+
+
 def get_rng_state() -> dict:
     """Every random state of this process: torch's, the tracker's, numpy's and Python's, as tensors
     and plain numbers.
     """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    of_numpy = dict(zip(_NUMPY, np.random.get_state()))
+    of_python = dict(zip(_PYTHON, random.getstate()))
     return {
         "torch": _default_state(),
         "tracker": _tracker.get_states(),
-        "numpy": {
-            "kind": kind,
-            "keys": torch.from_numpy(keys.astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "python": {
-            "version": version,
-            "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
-            "gauss": gauss,
-        },
+        "numpy": of_numpy | {"keys": torch.from_numpy(of_numpy["keys"].astype(np.int64))},
+        "python": of_python
+        | {"words": torch.tensor(of_python["words"], dtype=torch.int64, device="cpu")},
     }
 
 
@@ -198,18 +193,8 @@ def set_rng_state(state: dict) -> None:
     """
     _set_default_state(state["torch"])
     _tracker.set_states(state["tracker"])
-    numpy_state = state["numpy"]
-    keys = numpy_state["keys"].numpy().astype(np.uint32)
-    np.random.set_state(
-        (
-            numpy_state["kind"],
-            keys,
-            numpy_state["position"],
-            numpy_state["has_gauss"],
-            numpy_state["cached"],
-        )
-    )
-    python_state = state["python"]
-    random.setstate(
-        (python_state["version"], tuple(python_state["words"].tolist()), python_state["gauss"])
-    )
+    of_numpy, of_python = dict(state["numpy"]), dict(state["python"])
+    of_numpy["keys"] = of_numpy["keys"].numpy().astype(np.uint32)
+    of_python["words"] = tuple(of_python["words"].tolist())
+    np.random.set_state(tuple(of_numpy[name] for name in _NUMPY))
+    random.setstate(tuple(of_python[name] for name in _PYTHON))

@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 from . import parallel_state
-from .marks import (
-    PARAMETER_MARKS,
-    KeepsParameterMarks,
-    keep_ties_and_marks,
-    set_tensor_model_parallel_attributes,
-)
-from .sharding import Partition
+from .marks import KeepsParameterMarks, keep_ties_and_marks
+from .sharding import Partition, mark_partition, partition_of
+from .utils import padding_of
 
 InitMethod = Callable[[torch.Tensor], object]
 
@@ -36,7 +32,6 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
         self._dtype = dtype
         self._size = parallel_state.get_tensor_model_parallel_size()
         self._rank = parallel_state.get_tensor_model_parallel_rank()
-        self._partitions: dict[str, Partition] = {}
 
     def _check_mesh(self) -> None:
         """Raises ValueError if the mesh was built anew, with another tensor-parallel size."""
@@ -46,54 +41,58 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
                 "now: build the model after initialize_model_parallel"
             )
 
+    def _rows(self, sizes: tuple[int, ...], pad: bool = False, multiple: int = 1) -> Partition:
+        """The rows of concatenated matrices, sharded; with `pad` zeros behind them make each rank's
+        share a multiple of `multiple`.
+        """
+        if not pad:
+            return Partition(0, sizes, self._size)
+        zeros = padding_of(sum(sizes), self._size, multiple)
+        return Partition(0, sizes, self._size, pad=zeros, multiple=multiple)
+
     def _declare(
-        self, name: str, shape: tuple[int, ...], partition: Partition | None = None, **marks
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        partition: Partition | None = None,
+        **marks,
     ) -> None:
-        """Registers an empty parameter, the shard of a full tensor of `shape`, with its marks."""
+        """Registers an empty parameter, the shard of a full tensor of `shape`, with its marks; None
+        for no shape.
+        """
+        if shape is None:
+            self.register_parameter(name, None)
+            return
         local = list(shape)
         if partition is not None:
             local[partition.dim] = sum(partition.local_sizes)
-            self._partitions[name] = partition
-            if partition.pad:
-                marks["pad_size"] = partition.pad
-            if partition.multiple > 1:
-                marks["pad_multiple"] = partition.multiple
-            if max(partition.replicas) > 1 or len(set(partition.sizes)) > 1:
-                marks["partition_sizes"] = partition.sizes
-                marks["partition_replicas"] = partition.replicas
         parameter = nn.Parameter(torch.empty(local, device=self._device, dtype=self._dtype))
-        if partition is None:
-            set_tensor_model_parallel_attributes(parameter, False, -1, 1)
-        else:
-            stride = 1 if "partition_sizes" in marks else len(partition.sizes)
-            set_tensor_model_parallel_attributes(
-                parameter, True, partition.dim, stride, partition.parts
-            )
-        self.register_parameter(name, parameter)
-        assert set(marks) <= set(PARAMETER_MARKS), marks
+        mark_partition(parameter, partition)
         vars(parameter).update(marks)
+        self.register_parameter(name, parameter)
 
-    def _draw(self, shape: tuple[int, ...], init: InitMethod) -> torch.Tensor:
-        """A full tensor with its initial values, on the host, in float32 at least."""
-        dtype = torch.promote_types(self._dtype, torch.float32)
-        full = torch.empty(shape, dtype=dtype, device="cpu")
-        with torch.no_grad():
-            init(full)
-        return full
-
-    def _keep(self, name: str, full: torch.Tensor) -> None:
-        """Sets a parameter to this rank's shard of the full tensor."""
-        partition = self._partitions.get(name)
-        shard = full if partition is None else partition.shard(full, self._rank)
-        with torch.no_grad():
-            getattr(self, name).copy_(shard)
-
-    def draw_(self, name: str, init: InitMethod) -> None:
-        """Initialises a parameter anew: `init` fills the full tensor, this rank keeps its shard."""
-        shape, partition = list(getattr(self, name).shape), self._partitions.get(name)
+    def _full(self, name: str) -> torch.Tensor:
+        """Room for the full tensor of a parameter, on the host, in float32 at least."""
+        parameter = getattr(self, name)
+        shape, partition = list(parameter.shape), partition_of(parameter)
         if partition is not None:
             shape[partition.dim] = sum(partition.sizes)
-        self._keep(name, self._draw(tuple(shape), init))
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    @torch.no_grad()
+    def _keep(self, name: str, full: torch.Tensor) -> None:
+        """Sets a parameter to this rank's shard of the full tensor."""
+        parameter = getattr(self, name)
+        partition = partition_of(parameter)
+        parameter.copy_(full if partition is None else partition.shard(full, self._rank))
+
+    @torch.no_grad()
+    def draw_(self, name: str, init: InitMethod) -> None:
+        """Initialises a parameter anew: `init` fills the full tensor, this rank keeps its shard."""
+        full = self._full(name)
+        init(full)
+        self._keep(name, full)
 
     def _initialize(self) -> None:
         if self._device.type != "meta":
@@ -105,10 +104,8 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
 
 
 def materialize(
-    model: nn.Module,
-    device: torch.device | str,
-    initialize: Callable[[nn.Module], object] | None = None,
-) -> nn.Module:
+    model: nn.Module, device: torch.device | str, initialize: Callable[[nn.Module], object]
+) -> None:
     """Gives a model built on the meta device its memory on `device` and its initial weights, one
     module after the other.
 
@@ -117,29 +114,17 @@ def materialize(
     `model.modules()` lists them.
 
     Args:
-        initialize: fills the parameters and buffers of a module, not of its children; by default
-            `reset_parameters`.
-
-    Raises:
-        ValueError: a module with parameters or buffers on the meta device does not have
-            `reset_parameters`.
+        initialize: fills the parameters and buffers of a module, not of its children.
     """
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
     def fill() -> None:
-        for name, module in model.named_modules():
+        for module in model.modules():
             own = (*module._parameters.values(), *module._buffers.values())
-            if not any(tensor is not None and tensor.is_meta for tensor in own):
-                continue
-            if initialize is None and not hasattr(module, "reset_parameters"):
-                raise ValueError(
-                    f"{name or 'the model'} ({type(module).__name__}) is on the meta device and "
-                    "does not have reset_parameters"
-                )
-            module._apply(allocate, recurse=False)
-            module.reset_parameters() if initialize is None else initialize(module)
+            if any(tensor is not None and tensor.is_meta for tensor in own):
+                module._apply(allocate, recurse=False)
+                initialize(module)
 
     keep_ties_and_marks(model, fill)
-    return model

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import parallel_state
+from .marks import set_tensor_model_parallel_attributes
 from .utils import ensure_divisibility
 
 
@@ -104,6 +105,23 @@ class Partition:
             ],
             self.dim,
         )
+
+
+def mark_partition(parameter: torch.Tensor, partition: Partition | None) -> None:
+    """Marks a parameter as sharded in this way, or as replicated: what `partition_of` reads."""
+    if partition is None:
+        set_tensor_model_parallel_attributes(parameter, False, -1, 1)
+        return
+    uneven = max(partition.replicas) > 1 or len(set(partition.sizes)) > 1
+    stride = 1 if uneven else len(partition.sizes)
+    set_tensor_model_parallel_attributes(parameter, True, partition.dim, stride, partition.parts)
+    if uneven:
+        parameter.partition_sizes = partition.sizes
+        parameter.partition_replicas = partition.replicas
+    if partition.pad:
+        parameter.pad_size = partition.pad
+    if partition.multiple > 1:
+        parameter.pad_multiple = partition.multiple
 
 
 def partition_of(parameter: torch.Tensor) -> Partition | None:

@@ -5,7 +5,7 @@ from numbers import Real
 import torch.distributed as dist
 
 from tutorial_lib.optimizer.finite_step import SKIP, check_policy
-from tutorial_lib.parallel_layers.parallel_state import initialize_model_parallel, mesh_is
+from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
 OPTIMIZER = dict(
@@ -104,10 +104,11 @@ def neuronx_distributed_config(
     if model_init["meta_device_init"] and model_init["param_init_fn"] is None:
         raise ValueError("meta_device_init needs param_init_fn(module, device) for the weights")
     # A mesh that is up stays: a new one would lose a model's kv groups.
-    if dist.is_initialized() and not mesh_is(
-        initialize_model_parallel(*sizes.values(), mesh_only=True)
-    ):
-        initialize_model_parallel(*sizes.values())
+    up = parallel_state.model_parallel_is_initialized() and list(sizes.values()) == [
+        parallel_state.get_tensor_model_parallel_size(), 1, 1, 1
+    ]  # fmt: skip
+    if dist.is_initialized() and not up:
+        parallel_state.initialize_model_parallel(*sizes.values())
     return {
         **sizes,
         "optimizer_config": optimizer,

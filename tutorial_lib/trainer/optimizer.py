@@ -2,7 +2,6 @@
 right order.
 """
 
-import os
 from collections import OrderedDict
 
 import torch
@@ -95,9 +94,6 @@ def initialize_parallel_optimizer(
 ) -> NxDOptimizer:
     """The optimizer that the configuration describes.
 
-    The size of ZeRO-1's collectives in 10⁶ bytes can be set by
-    `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`.
-
     Args:
         nxd_config: from `neuronx_distributed_config`.
         optimizer_class: of the optimizer proper, for example `AdamW_FP32OptimParams`.
@@ -107,16 +103,12 @@ def initialize_parallel_optimizer(
     config, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not config["zero_one_enabled"]:
         return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)
-    given = os.environ.get("ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB")
-    cap_mb = None if given is None else float(given)
     optimizer = NeuronZero1Optimizer(
         parameters,
         optimizer_class,
         use_master_weights=precision["use_master_weights"],
         grad_clipping=config["grad_clipping"],
         max_norm=config["max_grad_norm"],
-        bucket_cap_mb_all_gather=cap_mb,
-        bucket_cap_mb_reduce_scatter=cap_mb,
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],
         nonfinite_gradients=config["nonfinite_gradients"],
