@@ -63,12 +63,17 @@ def train(steps, bad, value, where, **options):
     return {**weights, **state}, int(optimizer.skipped_steps), optimizer.grad_norm
 
 
-@pytest.mark.parametrize("where", [FIRST_RANK, LAST_RANK])
 @pytest.mark.parametrize(
-    "optimizer_class", [torch.optim.AdamW, AdamW_FP32OptimParams, torch.optim.SGD]
+    "zero, clip, optimizer_class, where",
+    [
+        (True, True, torch.optim.AdamW, FIRST_RANK),
+        (True, False, AdamW_FP32OptimParams, LAST_RANK),
+        (True, False, torch.optim.SGD, FIRST_RANK),
+        (False, True, torch.optim.SGD, LAST_RANK),
+        (False, False, torch.optim.AdamW, FIRST_RANK),
+        (False, True, AdamW_FP32OptimParams, LAST_RANK),
+    ],
 )
-@pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("zero", [True, False])
 def test_a_step_is_left_out_on_all_ranks(ranks, zero, clip, optimizer_class, where):
     options = dict(zero=zero, clip=clip, optimizer_class=optimizer_class, where=where)
     value = torch.inf if clip else torch.nan

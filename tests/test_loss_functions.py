@@ -55,8 +55,8 @@ def check(dtype, shape, vocabulary, ignored, smoothing):
 
 
 def grid(dtype):
-    for shape in ((7,), (3, 5), (2, 3, 4)):
-        for vocabulary in (4, 12, 52):
+    for shape in ((7,), (2, 3, 4)):
+        for vocabulary in (4, 52):
             for ignored, smoothing in itertools.product((False, True), (0.0, 0.1)):
                 check(dtype, shape, vocabulary, ignored, smoothing)
 
@@ -125,7 +125,7 @@ def padded(vocabulary):
     return run(torch.zeros(1, 8), torch.tensor([0]), vocab_size=vocabulary)
 
 
-@pytest.mark.parametrize("vocabulary", [5, 3, 8])
+@pytest.mark.parametrize("vocabulary", [5, 3])
 def test_padding_of_the_vocabulary_takes_no_part(ranks, vocabulary):
     results = ranks(padded, vocabulary, world_size=4, tp=4)
     assert all(loss.item() == pytest.approx(math.log(vocabulary)) for loss, _ in results)

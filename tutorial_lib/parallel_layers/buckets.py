@@ -7,11 +7,10 @@ import torch
 
 from . import comm, parallel_state
 
-# What travels in one collective, in 10⁶ bytes. On the host a bucket should fit the cache, and be
-# small enough that malloc hands out the memory of the one before, as the first touch of fresh
-# memory costs more than the sum; on a device a collective has to be large to be fast.
+# What travels in one collective, in 10⁶ bytes. On the host a bucket should fit the cache, and larger
+# tensors travel without a copy; on a device a collective has to be large to be fast.
 BUCKET_CAP_MB = 130.0
-HOST_BUCKET_CAP_MB = 8.0
+HOST_BUCKET_CAP_MB = 1.0
 _host_kinds = {"cpu"}
 
 

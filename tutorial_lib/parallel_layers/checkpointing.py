@@ -56,13 +56,11 @@ def save(checkpoint: dict, output_dir: str, *, down_cast_bf16: bool = False) -> 
 def _to_bf16(value):
     cast = {}
 
-    def down(tensor: torch.Tensor) -> torch.Tensor:  # a tied tensor once
+    def down(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32:
             return tensor
-        key = objects.identity(tensor)
-        if key not in cast:
-            cast[key] = tensor.detach().to(torch.bfloat16)
-        return cast[key]
+        half = tensor.detach().to(torch.bfloat16)
+        return cast.setdefault(objects.identity(tensor), half)  # a tied tensor once
 
     return objects.map_tensors(value, down)
 
