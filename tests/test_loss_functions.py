@@ -188,10 +188,6 @@ GATHERED = {
         "by the layer": lambda: loss_of(head()),
         "without a bias": lambda: loss_of(head(bias=False), vocab_size=8),
         "padded": lambda: loss_of(ColumnParallelLinear(4, 7, pad=True)(torch.ones(3, 4))),
-        "padded beyond the vocabulary": lambda: loss_of(
-            ColumnParallelLinear(4, 7, pad=True, pad_alignment_size_per_rank=16)(torch.ones(3, 4))
-        ),
-        "by a mapping": lambda: loss_of(gather_from_tensor_model_parallel_region(head(False))),
         "and their padding dropped": lambda: loss_of(
             gather_from_tensor_model_parallel_region(head(False))[..., :7]
         ),

@@ -84,62 +84,13 @@ def trained(name, backend, dtype):
     )  # fmt: skip
 
 
-# In float64 nothing differs, so what differs in float32 comes from the order of its sums.
+# In float64 nothing differs, so only the order of sums can differ in float32.
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_cpu_in_float64(ranks, name):
     expected = ranks(trained, name, "cpu", torch.float64, **MESH)[0]
     assert min(expected[1]) > 0.5, "nothing was clipped"
     for found in ranks(trained, name, "xla", torch.float64, backend="xla", **MESH):
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_training_equals_the_cpu_in_float32(ranks, name):
-    losses, norms, *tensors = ranks(trained, name, "cpu", torch.float32, **MESH)[0]
-    for found in ranks(trained, name, "xla", torch.float32, backend="xla", **MESH):
-        assert found[0] == pytest.approx(losses, rel=1e-5)
-        assert found[1] == pytest.approx(norms, rel=1e-4)
-        assert_same(([], [], *found[2:]), ([], [], *tensors), 1e-5)
-
-
-def graphs_of_a_step():
-    from tutorial_lib import xla_cpu
-
-    model = build("bert", "xla")
-    nxd_config = neuronx_distributed_config(tensor_parallel_size=2)
-    optimizer = initialize_parallel_optimizer(
-        nxd_config, AdamW_FP32OptimParams, model.parameters(), lr=1e-3
-    )
-    before = xla_cpu.graphs()
-    batches = [{k: t.to("xla") for k, t in bert_batch(i, batch=3).items()} for i in range(6)]
-    train(model, optimizer, iter(batches), steps=3, gradient_accumulation_steps=2)
-    found = [xla_cpu.collectives(graph) for graph in range(before, xla_cpu.graphs())]
-    return found, sum(p.numel() for p in model.parameters())
-
-
-def test_the_exact_collectives_of_a_step_of_bert(ranks):
-    B, S, H, L = 3, LENGTH, 32, 2
-    found, held = ranks(graphs_of_a_step, backend="xla", **MESH)[0]
-    hidden = Collective("all_reduce", "add", TP, (B, S, H), "f32")
-    number = hidden._replace(shape=())
-    micro_batch = [
-        # Forward: the embedding, and two of each layer. Backward: query, key, value and
-        # feed-forward of each, the head.
-        hidden._replace(count=1 + 2 * L + 4 * L + 1),
-        # The loss: two numbers of each token.
-        Collective("all_gather", None, TP, (1, 2, B, S), "f32"),
-    ]
-    # The norm, the loss, all gradients.
-    step = [
-        number,
-        number._replace(replica_groups=DP),
-        Collective("all_reduce", "add", DP, (held,), "f32"),
-    ]
-    # And how many tokens and how many pairs of sentences are predicted.
-    first = [*micro_batch, Collective("all_reduce", "add", DP, (2,), "s64")]
-    assert [sorted(graph, key=str) for graph in found] == [
-        sorted(graph, key=str) for graph in (first, micro_batch, step, step)
-    ], "\n".join(map(str, found))
 
 
 RUNS = {
