@@ -19,7 +19,8 @@ import torch.distributed as dist
 _CALLS = (
     "all_reduce",
     "all_gather_into_tensor",
-    "all_to_all_single",
+    "isend",
+    "irecv",
     "reduce_scatter_tensor",
     "broadcast",
     "all_gather_object",
