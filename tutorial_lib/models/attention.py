@@ -130,6 +130,3 @@ class CoreAttention(nn.Module):
                 query, key, value, seen, dropout, is_causal=seen is None, scale=self.scaling,
                 enable_gqa=query.size(1) != key.size(1),
             )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}, use_flash_attention={self.use_flash_attention}"

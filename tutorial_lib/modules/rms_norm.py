@@ -74,6 +74,3 @@ class RMSNorm(KeepsParameterMarks, nn.Module):
                 f"the input of shape {tuple(input.shape)} should have {len(self.weight)} features"
             )
         return _RMSNorm.apply(input, self.weight, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{len(self.weight)}, eps={self.eps}"

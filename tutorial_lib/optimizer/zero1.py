@@ -23,7 +23,6 @@ from tutorial_lib.parallel_layers.grads import (
     get_grad_norm,
     wide_dtype,
 )
-from tutorial_lib.parallel_layers.marks import copy_tensor_model_parallel_attributes
 
 from .finite_step import SKIP, check_finite, check_policy, update_where
 from .zero1_collectives import all_gather_into, reduce_scatter_mean
@@ -149,7 +148,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _make_shard(self, param: torch.Tensor) -> nn.Parameter:
         rank, size = self._axis.rank, self._axis.size
         shard = nn.Parameter(take_shard(param, rank, size, self._master_dtype(param)))
-        copy_tensor_model_parallel_attributes(shard, param)
+        vars(shard).update(vars(param))  # its marks
         shared = getattr(param, "kv_shared_numel", 0)
         if shared:
             end = (rank + 1) * shard.numel()

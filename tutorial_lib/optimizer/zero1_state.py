@@ -42,12 +42,9 @@ def complete_state(optimizer: "NeuronZero1Optimizer", state: dict) -> dict:
 
 def load_shards(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
     """Loads the inner optimizer's state and the masters, or takes those from the parameters."""
-    groups = [
-        {key: value for key, value in group.items() if key != "param_names"}
-        for group in state_dict["param_groups"]
-    ]
-    base = {"state": state_dict["base_state"], "param_groups": groups}
-    optimizer.base_optimizer.load_state_dict(base)
+    base = optimizer.base_optimizer
+    groups = base.state_dict()["param_groups"]  # as they were handed over
+    base.load_state_dict({"state": state_dict["base_state"], "param_groups": groups})
     masters, here = state_dict.get("sharded_master_weights"), optimizer.sharding
     with torch.no_grad():
         for place, (param, shard) in enumerate(optimizer.pairs()):

@@ -45,15 +45,6 @@ def set_tensor_model_parallel_attributes(
     vars(tensor).update(values)
 
 
-def copy_tensor_model_parallel_attributes(
-    destination_tensor: torch.Tensor, source_tensor: torch.Tensor
-) -> None:
-    """Copies every mark of `source_tensor` that it has."""
-    for name in PARAMETER_MARKS:
-        if hasattr(source_tensor, name):
-            setattr(destination_tensor, name, getattr(source_tensor, name))
-
-
 def is_tensor_parallel(parameter: torch.Tensor) -> bool:
     """True if each tensor-parallel rank holds its own shard of the parameter."""
     return getattr(parameter, "tensor_model_parallel", False)
