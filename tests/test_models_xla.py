@@ -17,12 +17,10 @@ from tutorial_lib.models.bert import BertForPreTraining
 from tutorial_lib.models.gpt import GPT2LMHeadModel
 from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
 from tutorial_lib.models.llama2 import LlamaForCausalLM
-from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 from tutorial_lib.parallel_layers import move_model_to_device
-from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
-from tutorial_lib.training.loop import accumulate_gradients, train
+from tutorial_lib.training.loop import accumulate_gradients
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
-from tutorial_lib.xla_cpu.graphs import Collective, find_collectives, find_masks
+from tutorial_lib.xla_cpu.graphs import find_collectives, find_masks
 
 from .parity import assert_same, bert_batch, next_token_batch, train_together
 from .pool import needs_xla
