@@ -8,7 +8,7 @@
   the last shard, its dtype, and how it is sharded over tensor parallelism.
 - `sharding`: this rank's place in the group and the group's size.
 
-`flat_shards` has the layout of a shard, and `join_shards`.
+`flat_shards` has the layout of a shard.
 """
 
 from typing import TYPE_CHECKING

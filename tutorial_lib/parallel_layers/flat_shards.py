@@ -28,8 +28,3 @@ def as_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
 def take_shard(tensor: torch.Tensor, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """A copy, in `dtype`, of the shard of `tensor` that `rank` holds; flat."""
     return as_rows(tensor.detach(), size)[rank].to(dtype, copy=True)
-
-
-def join_shards(shards: list[torch.Tensor], shape: tuple[int, ...] | list[int]) -> torch.Tensor:
-    """The tensor of that shape that the shards of all ranks, in rank order, were taken from."""
-    return torch.cat(shards)[: torch.Size(shape).numel()].view(shape)
