@@ -110,8 +110,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol):
         raise TypeError("a ZeRO-1 optimizer, of many ranks, cannot be copied: use its state_dict")
 
-    # --- shards -----------------------------------------------------------------------------------
-
     def init_zero(self) -> None:
         """Makes the inner optimizer, without state, of shards of the parameters as they are now.
 
@@ -194,12 +192,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """The other way: what a step or a load has changed."""
         base = self.base_optimizer
         for group, sharded in zip(self.param_groups, base.param_groups, strict=True):
-            group.update({key: value for key, value in sharded.items() if key != "params"})
+            group.update(sharded | {"params": group["params"]})
         for param, shard in self.pairs():
             if shard in base.state:
                 self.state[param] = base.state[shard]
-
-    # --- the step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -254,8 +250,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _gather(self, pairs: list[tuple[torch.Tensor, nn.Parameter]]) -> None:
         params, shards = [param for param, _ in pairs], [shard.detach() for _, shard in pairs]
         all_gather_into(params, shards, self.sharding_groups)
-
-    # --- checkpoints ------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> dict[str, int]:

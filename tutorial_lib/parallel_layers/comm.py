@@ -165,10 +165,8 @@ def reduce_scatter_start(
     groups: Groups = None,
     reuse: bool = False,
 ) -> Pending:
-    """Begins a reduce-scatter that may overlap with computation; see `reduce_scatter`.
-
-    Args:
-        reuse: the caller gives `tensor` up: saves a copy.
+    """Begins a reduce-scatter that may overlap with computation; see `reduce_scatter`, and
+    `all_reduce_start` for `reuse`.
     """
     _check_op(reduce_type)
     tensor, scatter_dim = tensor.detach(), _dimension(tensor, scatter_dim)
@@ -184,16 +182,9 @@ def reduce_scatter_start(
     if tensor.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
+        options = dict(groups=axis.replica_groups, pin_layout=False)
         return Pending(
-            xm.reduce_scatter(
-                reduce_type,
-                tensor,
-                scale,
-                scatter_dim,
-                axis.size,
-                groups=axis.replica_groups,
-                pin_layout=False,
-            )
+            xm.reduce_scatter(reduce_type, tensor, scale, scatter_dim, axis.size, **options)
         )
     if tensor.is_meta:
         return Pending(_resized(tensor, scatter_dim, tensor.size(scatter_dim) // axis.size))
@@ -268,13 +259,7 @@ def reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torch.Tensor:
-    """The tensor of the group's rank number `src`, on all its ranks.
-
-    Args:
-        tensor: the same shape and dtype on every rank.
-        src: the place of the source in the group, not its global rank.
-        groups: as for `all_reduce`.
-    """
+    """The tensor of the group's rank number `src` (its place in the group), on all its ranks."""
     tensor, axis = tensor.detach(), parallel_state.axis_of(groups)
     if not 0 <= src < axis.size:
         raise ValueError(f"src {src} is not a place in a group of {axis.size}")
@@ -300,14 +285,9 @@ def barrier(groups: Groups = None) -> None:
 
 def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
     """Raises on every rank of the group if any rank passes an error: its own where it has one, else
-    the first peer's.
+    the first peer's (of its type if that is a built-in one made of a message, else RuntimeError).
 
     Call it on all ranks at a point that all reach, so that none waits for one that has failed.
-    Host-side.
-
-    Raises:
-        Exception: of the type that the failing rank passed if that is a built-in one made of a
-            message, else RuntimeError.
     """
     axis = parallel_state.axis_of(groups)
     mine = None if error is None else (type(error).__name__, str(error))
