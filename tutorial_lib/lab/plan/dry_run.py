@@ -9,7 +9,6 @@ looked at on a laptop, to the byte.
 
 import argparse
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,43 +18,19 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.checkpoint import layout
 from tutorial_lib.lab.plan.runs import TUTORIALS, Run
-from tutorial_lib.lab.show import tables
+from tutorial_lib.lab.show.tables import Table, table
 from tutorial_lib.parallel_layers import comm, parallel_state, ranks
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
 
-
-@dataclass(frozen=True)
-class StateFile:
-    """What a file of a checkpoint holds."""
-
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by place
-    nbytes: int  # of the tensors; one with several names counts once
-
-    @classmethod
-    def of(cls, state: dict) -> "StateFile":
-        tensors = dict(_tensors(state))
-        memory = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()
-        }
-        return cls(
-            {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}, sum(memory.values())
-        )
-
-
-def _tensors(value, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in nested dicts and lists, by their place."""
-    if isinstance(value, torch.Tensor):
-        yield prefix, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(item, f"{prefix}.{key}" if prefix else str(key))
+from .overview import held, sent
 
 
 @dataclass(frozen=True)
@@ -67,51 +42,23 @@ class DryRun:
     parameters: int  # of this rank
     model_parameters: int  # of the whole model, without padding
     nbytes: dict[str, int]  # held at the end of the last micro-batch, by kind
-    saved: list[memory.Saved]  # by autograd for the backward pass of a micro-batch
     # Of matrix multiplications and attention in a step, two for each multiply and add.
     operations: int
     collectives: list[comm.Collective]  # of a step, in order
-    files: dict[str, StateFile]  # that a checkpoint has of this rank
+    files: dict[str, list[torch.Tensor]]  # that a checkpoint has of this rank
 
-    def traffic(self) -> dict[tuple[str, str, int], tuple[int, float]]:
-        """By `(axis, kind, group size)`: how many collectives, and the bytes that a rank sends in
-        them.
-        """
-        count, sent = Counter(), Counter()
-        for c in self.collectives:
-            count[c.axis, c.kind, c.group_size] += 1
-            sent[c.axis, c.kind, c.group_size] += c.bytes_sent
-        return {key: (count[key], sent[key]) for key in count}
-
-    def tables(self) -> list[tables.Table]:
+    def tables(self) -> list[Table]:
         """The whole of it, to be read."""
-        held = [
-            {"what": kind, "bytes": size, "": tables.size(size)}
-            for kind, size in self.nbytes.items()
-        ]
-        total = sum(self.nbytes.values())
-        held.append({"what": "together", "bytes": total, "": tables.size(total)})
         where = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        said = [
-            {
-                "axis": axis,
-                "collective": kind,
-                "ranks": size,
-                "times": count,
-                "bytes sent": round(sent),
-            }
-            for (axis, kind, size), (count, sent) in sorted(self.traffic().items())
-        ]
-        files = [
-            {"file": name, "tensors": len(file.tensors), "bytes": file.nbytes}
-            for name, file in self.files.items()
-        ]
         share = f"{self.parameters:,} of {self.model_parameters:,} parameters"
-        title = f"Rank {self.rank} of {where}: {share}"
+        files = [
+            {"file": name, "tensors": len(tensors), "bytes": _distinct_bytes(tensors)}
+            for name, tensors in self.files.items()
+        ]
         return [
-            tables.table(held, title),
-            tables.table(said, "Collectives of a step"),
-            tables.table(files, "Its files in a checkpoint"),
+            held(self.nbytes, f"Rank {self.rank} of {where}: {share}"),
+            sent(self.collectives),
+            table(files, "Its files in a checkpoint"),
         ]
 
     def __str__(self) -> str:
@@ -147,42 +94,27 @@ class _FusedAttention(TorchFunctionMode):
     """On meta, PyTorch writes attention out; this calls the fused kernel wherever the CPU would."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
+            return self._attend(*args, **kwargs)
         if func is torch.Tensor.backward:
-            return self._backward(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return self._backward(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _backward(self, tensor, gradient=None, **options):
         with self:  # what is computed again attends too
             torch.autograd.backward(tensor, gradient, **options)
 
     @staticmethod
-    def _attend(
-        query,
-        key,
-        value,
-        attn_mask=None,
-        dropout_p=0.0,
-        is_causal=False,
-        scale=None,
-        enable_gqa=False,
-    ):
-        if dropout_p or enable_gqa:
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+    def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        if dropout_p or options.get("enable_gqa"):
+            attend = F.scaled_dot_product_attention
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        options = {"attn_mask": attn_mask, "scale": options.get("scale")}
+        return kernel(query, key, value, dropout_p, is_causal, **options)[0]
 
 
 @contextmanager
@@ -249,21 +181,27 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
                 "optimizer": memory.optimizer_bytes(optimizer),
                 "saved activations": saved.nbytes,
             },
-            saved=saved.tensors,
             operations=counter.get_total_flops() * run.accumulation,
             collectives=collectives,
             files=_files(model, optimizer, run.zero),
         )
 
 
-def _files(model, optimizer, zero: bool) -> dict[str, StateFile]:
-    """The files that `save_checkpoint` keeps of this rank's state."""
+def _files(model, optimizer, zero: bool) -> dict[str, list[torch.Tensor]]:
+    """The tensors in each file that `save_checkpoint` keeps of this rank's state."""
     place = ranks.my_place()
     weights, state = (layout.shard_name(dp, place.tp) for dp in (0, place.dp if zero else 0))
+    kept = {f"model/{weights}": model.state_dict(), f"optim/{state}": optimizer.state_dict()}
     return {
-        f"model/{weights}": StateFile.of(model.state_dict()),
-        f"optim/{state}": StateFile.of(optimizer.state_dict()),
+        name: [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
+        for name, content in kept.items()
     }
+
+
+def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of a file's tensors; one with several names counts once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -272,9 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("run", choices=TUTORIALS, help="a run as it was published")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument(
-        "--backend", choices=BACKENDS, default="xla", help="what the ranks compute with"
-    )
+    parser.add_argument("--backend", choices=BACKENDS, default="xla")
     chosen = parser.parse_args(arguments)
     try:
         print(dry_run(TUTORIALS[chosen.run], chosen.rank, chosen.backend))
