@@ -11,6 +11,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
@@ -94,6 +95,19 @@ def grad_replaced(model, optimizer, kept, step):
         p.grad = torch.nan_to_num(p.grad) / 2
 
 
+@idiom("last")
+def grad_clipped_by_value(model, optimizer, kept, step):
+    nn.utils.clip_grad_value_(model.parameters(), 2.5)
+
+
+@idiom("last")
+def grad_kept_and_restored(model, optimizer, kept, step):
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for p, grad in zip(model.parameters(), grads):
+        p.grad = grad
+
+
 def add_one(p):
     p.grad.add_(1)
 
@@ -127,10 +141,30 @@ def weights_in_place(model, optimizer, kept, step):
         nn.init.ones_(model.a.bias)
 
 
+@idiom("last")
+def weights_decayed_by_hand(model, optimizer, kept, step):
+    for p in model.parameters():
+        p.data.add_(p.data, alpha=-0.5)
+
+
+@idiom("first")
+def weights_as_a_vector(model, optimizer, kept, step):
+    vector_to_parameters(parameters_to_vector(model.parameters()) + 1, model.parameters())
+
+
 @idiom("first")
 def weights_of_an_average(model, optimizer, kept, step):
     average = kept.setdefault("average", AveragedModel(model, avg_fn=lambda old, new, n: new))
     model.load_state_dict(average.module.state_dict())
+
+
+@idiom("first")
+def weights_swapped_for_a_validation(model, optimizer, kept, step):
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.zero_()
+    for p, value in zip(model.parameters(), before):
+        p.data.copy_(value)
 
 
 @idiom("first")
@@ -245,6 +279,12 @@ def loaded_optimizer_first(model, optimizer, kept, step):
     rewind(model, optimizer, kept, step, False)
 
 
+@idiom("first")
+def groups_of_getstate(model, optimizer, kept, step):
+    for group in optimizer.__getstate__()["param_groups"]:
+        group["lr"] = 0.25
+
+
 # --- the step -------------------------------------------------------------------------------------
 
 
@@ -269,6 +309,11 @@ def closure(model, optimizer, kept, step):
         return loss
 
     kept["loss"] = optimizer.step(evaluate).item()
+
+
+@idiom("last")
+def stepped_twice(model, optimizer, kept, step):
+    optimizer.step()
 
 
 def train(name, zero, dtype):

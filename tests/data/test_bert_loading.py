@@ -203,3 +203,45 @@ def test_tensor_parallel_ranks_see_the_same_batches(ranks, make_shard):
         seen = [set(sum(found, [])) for found in batches]
         assert len(seen[0]) == len(seen[2]) == 4
         assert seen[0] | seen[2] == set(range(8)) and not seen[0] & seen[2]
+
+
+def test_damaged_shards_are_named(make_shard):
+    path = make_shard("a.hdf5", 4)
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for place in rng.integers(len(whole), size=4):
+            damaged[place] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            dataset = PretrainingDataset(path, vocab_size=300)
+            [dataset[row] for row in range(len(dataset))]
+        except ValueError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 20
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Augmentation: another tensor each time."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.rand(3), index
+
+
+def augmented():
+    torch.manual_seed(torch.distributed.get_rank())  # as a run that seeds each rank's dropout does
+    sampler = ResumableBatchSampler(Noisy(), 2)
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=2))
+    return [next(batches) for _ in range(4)]
+
+
+def test_augmented_tensors_are_the_same_on_tensor_parallel_ranks(ranks):
+    found = ranks(augmented, world_size=4, tp=2)
+    noise = [torch.cat([batch[0] for batch in batches]) for batches in found]
+    assert torch.equal(noise[0], noise[1]) and torch.equal(noise[2], noise[3])
+    assert not torch.isin(noise[0], noise[2]).any() and len(noise[0].unique()) == 24
