@@ -91,7 +91,7 @@ def _graphs():
         return 0
     from tutorial_lib import xla_cpu
 
-    return xla_cpu.graphs()
+    return xla_cpu.graph_count()
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ import os
 
 import torch.distributed as dist
 
-from .graphs import Collective, find_collectives
-
 NARROW = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # torch-xla then stores float32 as bfloat16
 _boundary = None
 
@@ -76,7 +74,7 @@ def is_started() -> bool:
     return _boundary is not None
 
 
-def graphs() -> int:
+def graph_count() -> int:
     """How many different graphs this rank has run since `start()`. A training loop needs few: each
     micro-batch after the first runs the same one, and each step after the first another.
     """
@@ -90,26 +88,12 @@ def compilations() -> int:
     return _started().client.compiler.compilations
 
 
-def collectives(graph: int | None = None) -> list[Collective]:
-    """The collectives in the graphs that have run, equal ones counted together, in the order of
-    their first appearance.
-
-    Args:
-        graph: index of one graph, in the order of first use (-1 for the newest); by default all
-            graphs. A graph counts once, however often it ran.
+def hlo_texts(first: int = 0) -> list[str]:
+    """The graphs that have run, from number `first` on, in the order of their first use, as
+    torch-xla traced them, before XLA's own passes: what a compiler for Trainium would get.
     """
-    count = graphs()
-    return find_collectives([hlo_text(i) for i in (range(count) if graph is None else [graph])])
-
-
-def hlo_text(graph: int = -1) -> str:
-    """A graph as torch-xla traced it, before XLA's own passes: what a compiler for Trainium would
-    get.
-
-    Args:
-        graph: its index in the order of first use; by default the newest.
-    """
-    return list(_started().client.graphs.values())[graph].computation.as_hlo_text()
+    graphs = list(_started().client.graphs.values())[first:]
+    return [graph.computation.as_hlo_text() for graph in graphs]
 
 
 def _started():

@@ -50,7 +50,7 @@ class Client:
         self._connect()
         self._device = self._client.local_devices()[0]
         folder = Path(os.environ.get(CACHE_VARIABLE) or resolve("build/xla_cache"))
-        self.compiler = Compiler(self._client, rank, world_size, folder)
+        self.compiler = Compiler(self._client, world_size, folder)
 
     def _connect(self) -> None:
         """Rank 0 serves what the others need to find each other; the collectives then go from
@@ -63,11 +63,9 @@ class Client:
         self._service = None
         if self._rank == 0:
             self._service = _jax.get_distributed_runtime_service(
-                address[0],
-                self._world_size,
-                cluster_register_timeout=seconds,
-                shutdown_timeout=seconds,
-            )
+                address[0], self._world_size,
+                cluster_register_timeout=seconds, shutdown_timeout=seconds,
+            )  # fmt: skip
         # Recoverable: the service does not end the other processes if one of them is lost. They
         # find out by themselves, with an exception rather than an abort. Only the loss of rank 0
         # ends all.
@@ -78,16 +76,12 @@ class Client:
         self._store.connect()
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         collectives = _jax.make_gloo_tcp_collectives(
-            distributed_client=self._store,
-            hostname=None if interface else host,
-            interface=interface,
+            self._store, hostname=None if interface else host, interface=interface
         )
         self._client = xla_client.make_cpu_client(
-            distributed_client=self._store,
-            node_id=self._rank,
-            num_nodes=self._world_size,
+            distributed_client=self._store, node_id=self._rank, num_nodes=self._world_size,
             collectives=collectives,
-        )
+        )  # fmt: skip
 
     def close(self) -> None:
         """Disconnects. Rank 0 waits until all have, as the others abort when its service ends
@@ -100,11 +94,9 @@ class Client:
         else:
             try:
                 self._store.key_value_set(f"closed/{self._rank}", "")
-                if self._rank == 0:
-                    for rank in range(self._world_size):
-                        self._store.blocking_key_value_get(
-                            f"closed/{rank}", int(self._timeout * 1000)
-                        )
+                for rank in range(self._world_size if self._rank == 0 else 0):
+                    wait = int(self._timeout * 1000)
+                    self._store.blocking_key_value_get(f"closed/{rank}", wait)
             except _jax.XlaRuntimeError as error:
                 warnings.warn(f"not every rank has disconnected: {error}", stacklevel=2)
         self._store.shutdown()
@@ -150,9 +142,7 @@ class Client:
                 f"rank {self._rank} of {self._world_size} could not finish its step: {self.broken}"
             ) from error
         assert len(outputs) == len(tensors), f"{len(outputs)} results for {len(tensors)} tensors"
-        return [
-            _XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(output)) for output in outputs
-        ]
+        return [_XLAC._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(o)) for o in outputs]
 
     def _wait_for(self, executable, arguments: list) -> list:
         """Runs in a thread: XLA gives a collective no time-out, and a thread can be left to wait
@@ -162,10 +152,9 @@ class Client:
 
         def execute():
             try:
-                results = executable.execute_sharded(
-                    arguments
-                ).disassemble_into_single_device_arrays()
-                outputs = [arrays[0] for arrays in results]
+                results = executable.execute_sharded(arguments)
+                arrays = results.disassemble_into_single_device_arrays()
+                outputs = [of_devices[0] for of_devices in arrays]
                 for output in outputs:
                     output.block_until_ready()
                 future.set_result(outputs)

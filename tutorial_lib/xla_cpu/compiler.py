@@ -7,7 +7,6 @@ none compiles, the others that need the same one wait for its file.
 
 import os
 import platform
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 import jaxlib
 import numpy as np
 import torch_xla
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from jaxlib import _jax, xla_client
 
 from tutorial_lib.storage import hash_of, write_file
@@ -24,7 +23,6 @@ from tutorial_lib.storage import hash_of, write_file
 CACHE_VARIABLE = "TUTORIAL_XLA_CACHE"
 _DIGEST = 32  # bytes of a hash, which stands before the graph
 _POLL = 0.02  # seconds between looks at whether another rank has finished
-_HEARTBEAT = 20.0  # seconds between messages of a rank that waits for another's compilation
 # XLA's newer emitters of fused kernels go through MLIR: a training step of BERT took 4.0 s of one
 # core to compile with them and 2.6 s without, and ran no faster. LLVM's own effort stays: at level
 # 0 a step took twice as long.
@@ -36,7 +34,6 @@ class Compiler:
 
     Args:
         client: of jaxlib, connected with the other processes.
-        rank: of this process, for messages.
         world_size: number of processes; a graph is one replica of a program of so many.
         folder: of the compiled graphs, the same for all processes.
 
@@ -44,9 +41,9 @@ class Compiler:
         compilations: graphs compiled by this process.
     """
 
-    def __init__(self, client, rank: int, world_size: int, folder: Path):
+    def __init__(self, client, world_size: int, folder: Path):
         self.compilations = 0
-        self._client, self._rank, self._folder = client, rank, folder
+        self._client, self._folder = client, folder
         self._devices = xla_client.DeviceList((client.local_devices()[0],))
         self._options = xla_client.CompileOptions()
         self._options.num_replicas, self._options.num_partitions = world_size, 1
@@ -83,7 +80,7 @@ class Compiler:
         lock = FileLock(entry.parent / f"{entry.name[:2]}.lock")
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            self._wait_for(lock)
+            lock.acquire(poll_interval=_POLL)
         except (OSError, NotImplementedError) as error:
             message = f"no rank can wait for another's compilation, so each compiles: {error}"
             warnings.warn(message, stacklevel=2)
@@ -92,18 +89,6 @@ class Compiler:
         finally:
             lock.release()
 
-    def _wait_for(self, lock: FileLock) -> None:
-        began = time.monotonic()
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=_HEARTBEAT, poll_interval=_POLL)
-            except Timeout:
-                waited = f"{time.monotonic() - began:.0f} s"
-                print(
-                    f"rank {self._rank}: another rank compiles this graph, for {waited} now",
-                    flush=True,
-                )
-
     def _load(self, entry: Path):
         if not entry.exists():
             return None
@@ -111,25 +96,21 @@ class Compiler:
             content = entry.read_bytes()
             if hash_of(content[_DIGEST:]).encode() != content[:_DIGEST]:
                 raise ValueError(f"its {len(content)} bytes are not those that were written")
-            executable = self._client.deserialize_executable(
+            return self._client.deserialize_executable(
                 content[_DIGEST:], self._devices, self._options
             )
         except (OSError, ValueError, _jax.XlaRuntimeError) as error:
-            warnings.warn(
-                f"compiled graph {entry} is of no use and is compiled anew: {error}", stacklevel=2
-            )
+            message = f"compiled graph {entry} is of no use and is compiled anew: {error}"
+            warnings.warn(message, stacklevel=2)
             return None
-        return executable
 
     def _save(self, entry: Path, executable) -> None:
         content = self._client.serialize_executable(executable)
         try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
             write_file(entry, lambda file: file.write(hash_of(content).encode() + content))
         except OSError as error:
-            warnings.warn(
-                f"compiled graph {entry} cannot be kept for others: {error}", stacklevel=2
-            )
+            message = f"compiled graph {entry} cannot be kept for others: {error}"
+            warnings.warn(message, stacklevel=2)
 
 
 def _processor() -> str:
@@ -138,6 +119,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-    )
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    return flags[0] if flags else platform.machine()

@@ -22,9 +22,8 @@ class Collective(NamedTuple):
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute
     reduction: str | None  # add, maximum, minimum, … where something is reduced
-    replica_groups: tuple[
-        tuple[int, ...], ...
-    ]  # who exchanges with whom; of a permutation the pairs (source, target)
+    # Who exchanges with whom; of a permutation the pairs (source, target).
+    replica_groups: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]  # of the input on one rank
     dtype: str  # as HLO spells it: f32, bf16, s64, …
     count: int = 1
@@ -69,11 +68,8 @@ def find_masks(hlo_text: str, length: int) -> dict[tuple[int, ...], bool]:
     constant: dict[str, bool | list[bool]] = {}  # of a tuple's parts each
     masks: dict[tuple[int, ...], bool] = {}
     for match in filter(None, map(_INSTRUCTION.match, hlo_text.splitlines())):
-        parts = [
-            constant.get(o.split()[-1].lstrip("%"), False)
-            for o in match["operands"].split(", ")
-            if o
-        ]
+        operands = filter(None, match["operands"].split(", "))
+        parts = [constant.get(operand.split()[-1].lstrip("%"), False) for operand in operands]
         op, name = match["op"], match["name"]
         if op in ("constant", "iota"):
             constant[name] = True
@@ -87,11 +83,8 @@ def find_masks(hlo_text: str, length: int) -> dict[tuple[int, ...], bool]:
             constant[name] = op != "parameter" and all(part is True for part in parts)
         dtype, sizes = _SHAPE.search(match["shape"]).groups()
         shape = tuple(int(size) for size in sizes.split(",") if size)
-        if (
-            dtype == "pred"
-            and shape[-2:] == (length, length)
-            and not match["shape"].startswith("(")
-        ):
+        is_tuple = match["shape"].startswith("(")
+        if dtype == "pred" and shape[-2:] == (length, length) and not is_tuple:
             masks[shape] = masks.get(shape, True) and constant[name] is True
     return masks
 

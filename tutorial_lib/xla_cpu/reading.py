@@ -16,24 +16,15 @@ import torch_xla
 
 _XLAC = torch_xla._XLAC
 
-COLLECTIVES = [
-    name
-    for name in dir(_XLAC)
-    if re.match(
-        r"_xla_(all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)", name
-    )
-]
-_IN_TEXT = re.compile(
-    r"xla::(cross_replica_sum|all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv)"
-)
+_KINDS = "all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|send|recv"
+_IN_TEXT = re.compile(rf"xla::(cross_replica_sum|{_KINDS})")
+_FUNCTIONS = ("is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique")
 _READERS = {
     torch.Tensor: (
-        "cpu", "to", "item", "tolist", "numpy", "copy_",
-        "__bool__", "__float__", "__int__", "__index__", "__complex__",
-        "__getitem__", "__setitem__",
-        "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique",
+        "cpu", "to", "item", "tolist", "numpy", "copy_", "__bool__", "__float__", "__int__",
+        "__index__", "__complex__", "__getitem__", "__setitem__", *_FUNCTIONS,
     ),
-    torch: ("is_nonzero", "nonzero", "equal", "allclose", "masked_select", "unique"),
+    torch: _FUNCTIONS,
     _XLAC: ("_xla_get_cpu_tensors", "_xla_sync_multi"),
 }  # fmt: skip
 
@@ -43,7 +34,7 @@ class Guard:
 
     def __init__(self):
         self._undo = []
-        for name in COLLECTIVES:
+        for name in [name for name in dir(_XLAC) if re.match(f"_xla_({_KINDS})", name)]:
             self._replace(_XLAC, name, self._tracing(getattr(_XLAC, name)))
         for owner, names in _READERS.items():
             for name in names:
@@ -52,11 +43,8 @@ class Guard:
         # replacement above.
         self._library = torch.library.Library("_c10d_functional", "IMPL")
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Warning only once for all operators", category=UserWarning
-            )
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             self._library.impl("all_reduce", _all_reduce_of_all, "XLA", allow_override=True)
-
         self._process_groups = torch.library.Library("c10d", "IMPL")
         for name in torch._C._dispatch_get_all_op_names():
             if name.startswith("c10d::") and not name.endswith(("barrier", "barrier_")):
@@ -94,9 +82,8 @@ class Guard:
         def read(*args, **kwargs):
             if _XLAC._get_allow_execution():
                 return function(*args, **kwargs)
-            tensors = [
-                t for t in _read_by(function.__name__, args, kwargs) if t.device.type == "xla"
-            ]
+            found = _read_by(function.__name__, args, kwargs)
+            tensors = [tensor for tensor in found if tensor.device.type == "xla"]
             if not tensors:
                 return function(*args, **kwargs)
             _check(tensors)
@@ -123,24 +110,22 @@ def _read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     if name in ("__getitem__", "__setitem__"):
         tensor, index, *value = args
         # How many values a mask selects is a size, which the host has to know.
-        parts = [
+        parts = index if isinstance(index, tuple) else [index]
+        masks = [
             part
-            for part in (index if isinstance(index, tuple) else [index])
-            if isinstance(part, torch.Tensor)
+            for part in parts
+            if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
         ]
-        masks = [part for part in parts if part.dtype in (torch.bool, torch.uint8)]
-        return masks + [
-            t for t in value if isinstance(t, torch.Tensor) and tensor.device.type != "xla"
-        ]
+        sent = [] if tensor.device.type == "xla" else value
+        return masks + [t for t in sent if isinstance(t, torch.Tensor)]
     if name.startswith("_xla"):
         return list(args[0] if args else kwargs["tensors"])
     return [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
 
 
 def _check(tensors: list[torch.Tensor]) -> None:
-    pending = [
-        t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors)) if needed
-    ]
+    needed = _XLAC._check_tensor_need_materialization(tensors)
+    pending = [tensor for tensor, need in zip(tensors, needed) if need]
     if pending and _IN_TEXT.search(_XLAC._get_xla_tensors_text(pending)):
         shapes = ", ".join(str(tuple(t.shape)) for t in pending)
         raise RuntimeError(

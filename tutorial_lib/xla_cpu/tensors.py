@@ -36,9 +36,8 @@ class LiveTensors:
     """
 
     def __init__(self):
-        self._old: dict[
-            int, weakref.ref
-        ] = {}  # by id; in a WeakSet a tensor would be compared, an operation on it
+        # By id; in a WeakSet a tensor would be compared, an operation on it.
+        self._old: dict[int, weakref.ref] = {}
         gc.collect()
         self._note(gc.get_objects())
         gc.freeze()  # modules, functions, …: no later collection has to look at them
@@ -59,19 +58,12 @@ class LiveTensors:
 
     def _note(self, objects: list) -> None:
         # Touch none of them: a collection may start while a tensor is half made.
-        for obj in _tensors(objects):
-            self._old[id(obj)] = weakref.ref(obj)
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+        self._old |= {id(obj): weakref.ref(obj) for obj in objects if type(obj) in kinds}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Those that were noted by the last collection, which every object has been through, and
-        are still there.
-        """
-        for tensor in self._alive():
-            if tensor.device.type == "xla":
-                yield tensor
-
-    def _alive(self) -> list[torch.Tensor]:
-        """Those whose memory is not about to go.
+        whose memory is not about to go.
 
         A thread that drops the last reference to a tensor from C++ waits for Python's lock before
         it frees the memory. What it waits with has a count of zero and must not be taken, so nobody
@@ -82,25 +74,12 @@ class LiveTensors:
         try:
             found = [(key, reference, reference()) for key, reference in self._old.items()]
             self._old = {key: reference for key, reference, tensor in found if tensor is not None}
-            alive = [
-                tensor for *_, tensor in found if tensor is not None and tensor._use_count() > 0
-            ]
+            alive = [t for *_, t in found if t is not None and t._use_count() > 0]
             for tensor in alive:
                 tensor._fix_weakref()  # torch wants this when Python takes an object back from C++
-            return alive
         finally:
             sys.setswitchinterval(interval)
-
-
-def _tensors(objects: Iterable) -> Iterator[torch.Tensor]:
-    is_tensor: dict[type, bool] = {}
-    for obj in objects:
-        kind = type(obj)
-        found = is_tensor.get(kind)
-        if found is None:
-            found = is_tensor[kind] = issubclass(kind, torch.Tensor)
-        if found:
-            yield obj
+        return iter([tensor for tensor in alive if tensor.device.type == "xla"])
 
 
 def count_pending(device: str) -> int:
@@ -138,9 +117,8 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a functional tensor is all of its storage, as it lies there. A parameter is a
     `detach` of what it is made of.
     """
-    return all(
-        isinstance(step, _WHOLE) for step in _functionalization.get_view_meta_sequence(tensor)
-    )
+    steps = _functionalization.get_view_meta_sequence(tensor)
+    return all(isinstance(step, _WHOLE) for step in steps)
 
 
 def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> None:
@@ -150,9 +128,7 @@ def _add(pending: Pending, seen: dict[int, torch.Tensor], tensors: Iterable) -> 
             seen[id(tensor)] = tensor
             new.append(tensor)
     new.sort(key=_first_id)
-    ids = [
-        _XLAC._xla_get_tensor_id(tensor) for tensor in new
-    ]  # this brings views up to date, which gives new ones
+    ids = [_XLAC._xla_get_tensor_id(tensor) for tensor in new]  # new ones for views out of date
     for tensor, number, needed in zip(new, ids, _XLAC._check_tensor_need_materialization(new)):
         if needed:
             pending[number].append(tensor)
