@@ -10,12 +10,14 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 
 import pytest
+from torch.distributed import TCPStore
 
 from tutorial_lib.backends import rank_environment
 
@@ -23,20 +25,13 @@ needs_xla = pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"
 )
 GRACE = 3.0  # seconds that ranks get to end after one of them has failed
-START = (
-    240.0  # seconds that they get to import torch and meet, on a machine that does other things too
-)
+START = 240.0  # seconds that they get to import torch and meet, on a machine that is busy
 # Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which
 # start threads.
 PRELOAD = [
-    "torch",
-    "h5py",
-    "pytest",
-    "torch._dynamo",
+    *("torch", "h5py", "pytest", "torch._dynamo", "transformers.modeling_utils"),
     "tutorial_lib.parallel_layers.parallel_state",
-    "transformers.modeling_utils",
-] + [
-    f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt_neox", "llama", "gpt2")
+    *(f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt_neox", "llama", "gpt2")),
 ]
 
 
@@ -78,20 +73,14 @@ class RankPool:
         deadline = time.monotonic() + timeout
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         while waiting:
-            left = deadline - time.monotonic()
-            ready = wait(list(waiting), timeout=max(left, 0))
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
             if not ready:
-                silent = sorted(waiting.values())
                 self.stop()
+                for rank in waiting.values():
+                    late = f"rank {rank} of {self.world_size} did not finish {function} in time"
+                    results[rank] = TimeoutError(late)
                 if failed is None:
-                    raise TimeoutError(
-                        f"ranks {silent} of {self.world_size} did not finish {function} in "
-                        f"{timeout} s"
-                    )
-                for rank in silent:
-                    results[rank] = TimeoutError(
-                        f"rank {rank} did not end {GRACE} s after rank {failed} had failed"
-                    )
+                    raise TimeoutError(f"ranks {sorted(waiting.values())}: {late}, {timeout} s")
                 break
             for connection in ready:
                 rank = waiting.pop(connection)
@@ -113,15 +102,15 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        store = tempfile.mktemp(prefix="ranks-")
+        get_temp_dir()  # from here on the ranks use this one, which this process removes
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             environment = rank_environment(self.backend, rank, self.world_size, master_port=0)
             # Not daemonic, as a task may start data-loader workers; `stop` runs at exit before they
             # would be joined.
-            process = context.Process(
-                target=_serve, args=(theirs, self.backend, store, environment), daemon=False
-            )
+            arguments = theirs, self.backend, self._store.port, environment
+            process = context.Process(target=_serve, args=arguments, daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -148,14 +137,11 @@ class RankPool:
         self._workers = []
 
 
-def _serve(connection: Connection, backend: str, store: str, environment: dict[str, str]) -> None:
+def _serve(connection: Connection, backend: str, port: int, environment: dict[str, str]) -> None:
     """Runs what arrives on `connection`, in a world that stays up from one task to the next."""
     os.environ.update(environment)  # before torch-xla is imported
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # loader workers start as in any process: not from a forkserver
-    from datetime import timedelta
-
+    # Loader workers start as in any process: not from a forkserver.
+    multiprocessing.set_start_method(None, force=True)
     import torch
     import torch.distributed as dist
 
@@ -163,13 +149,9 @@ def _serve(connection: Connection, backend: str, store: str, environment: dict[s
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
+    limit = timedelta(seconds=30)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     if backend == "xla":
         from tutorial_lib import xla_cpu
 

@@ -77,6 +77,7 @@ def real_step(run: Run, folder: str):
 
 
 _steps: dict[str, tuple[list, str]] = {}
+_folder = tempfile.TemporaryDirectory(prefix="steps-")  # removed when the process ends
 
 
 def real_steps(ranks, name: str) -> tuple[list, str]:
@@ -84,6 +85,6 @@ def real_steps(ranks, name: str) -> tuple[list, str]:
     checkpoint.
     """
     if name not in _steps:
-        run, folder = SMALL[name], tempfile.mkdtemp(prefix="step-")
+        run, folder = SMALL[name], f"{_folder.name}/{len(_steps)}"
         _steps[name] = ranks(real_step, run, folder, world_size=run.world_size, tp=run.tp), folder
     return _steps[name]
