@@ -2,6 +2,7 @@
 own.
 """
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -102,14 +103,8 @@ class Cluster:
                 f"--{what}={self.folder}/munge.{what}"
                 for what in ("socket", "pid-file", "log-file", "seed-file")
             ]
-            self._start(
-                "munged",
-                "munged",
-                "--foreground",
-                "--force",
-                f"--key-file={self.folder}/key",
-                *munge,
-            )
+            munge += ["--foreground", "--force", f"--key-file={self.folder}/key"]
+            self._start("munged", "munged", *munge)
             self._wait(lambda: (self.folder / "munge.socket").exists(), "munged's socket")
             self._start("slurmctld", "slurmctld", "-D")
             for node in NODES:
@@ -126,34 +121,29 @@ class Cluster:
         for process in reversed(self._daemons.values()):
             process.terminate()
         for process in self._daemons.values():
-            process.wait(10)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
         shutil.rmtree(self.folder)
 
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                command,
-                env=os.environ | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
+                command, env=os.environ | self.environment,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
 
     def _wait(self, condition, what: str, seconds: float = 20) -> None:
         try:
             wait_for(condition, seconds, what)
         except TimeoutError as error:
-            logs = [
-                f"{p.name}: {p.read_text(errors='replace')[-500:]}"
-                for p in self.folder.glob("*.out")
-            ]
-            raise TimeoutError("\n".join([str(error), *logs])) from None
+            logs = {p.name: p.read_text(errors="replace")[-500:] for p in self.folder.glob("*.out")}
+            raise TimeoutError(f"{error} {logs}") from None
 
     def command(self, *words: str) -> str:
         """What a command of SLURM prints."""
-        result = subprocess.run(
-            words, env=os.environ | self.environment, capture_output=True, text=True, timeout=30
-        )
+        environment = os.environ | self.environment
+        result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
         return result.stdout
 
     def jobs(self) -> list[str]:
@@ -165,9 +155,8 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
         def is_idle() -> bool:
-            state = self.command(
-                "sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T"
-            ).strip()
+            options = ("--noheader", "--Node", f"--nodes={node}", "--format=%T")
+            state = self.command("sinfo", *options).strip()
             if state.startswith(("drain", "down")) and not state.endswith("*"):
                 self.command("scontrol", "update", f"nodename={node}", "state=resume")
             return state == "idle"
@@ -185,15 +174,11 @@ class Cluster:
                         victims.append(process.parent())
             except psutil.Error:
                 continue
-        for blow in (
-            psutil.Process.suspend,
-            psutil.Process.kill,
-        ):  # else a nanny could still report its engine's end
+        # Suspended first: slurmstepd could still report the end of its task.
+        for blow in (psutil.Process.suspend, psutil.Process.kill):
             for process in victims:
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     blow(process)
-                except psutil.NoSuchProcess:
-                    continue
         psutil.wait_procs(victims, timeout=5)
 
     def mend(self) -> None:

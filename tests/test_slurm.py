@@ -7,19 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from papermill.exceptions import PapermillExecutionError
 
 from tests import slurm
 from tests.notebook import Notebook, Traces
 from tests.test_notebooks import execute, metrics
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
 from tutorial_lib.checkpoint.tags import latest
-from tutorial_lib.lab.mesh import Mesh
 from tutorial_lib.lab.plan.batch_script import batch_script
 from tutorial_lib.lab.plan.batch_script import main as batch_script_command
 from tutorial_lib.training.gpt_arguments import command_line
@@ -46,33 +45,6 @@ RESUME = MODEL + (
 )
 
 
-# ---- before anything starts ----
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ({"launcher": "pbs"}, ["'pbs'", "local, slurm"]),
-        ({"nodes": 2}, ["nodes 2", "slurm"]),
-        ({"slurm_options": "--exclusive"}, ["'--exclusive'", "slurm"]),
-        ({"nodes": 0, "launcher": "slurm"}, ["nodes 0"]),
-        ({"nodes": 3, "launcher": "slurm"}, ["4", "3", "divisible"]),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, said):
-    with pytest.raises(ValueError) as error:
-        Mesh(4, **arguments)
-    assert all(word in str(error.value) for word in said), error.value
-
-
-def test_a_machine_without_slurm_is_told_so(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(
-        ValueError, match="launcher 'slurm' needs sbatch, srun, scancel, scontrol, sinfo"
-    ):
-        Mesh(4, launcher="slurm", nodes=2)
-
-
 # ---- batch files ----
 
 
@@ -96,23 +68,14 @@ def test_words_of_the_command_arrive_as_they_are(tmp_path):
     (tmp_path / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
     for name in ("torchrun", "srun"):
         (tmp_path / name).chmod(0o755)
-    job = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_NNODES": "2",
-        "SLURM_NODEID": "1",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-    }
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    job["SLURM_LAUNCH_NODE_IPADDR"] = "10.0.0.1"
     shown = subprocess.run(
         ["bash"], input=batch_script(words, 2, 3), capture_output=True, text=True, check=True,
         env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=tmp_path,
     )  # fmt: skip
-    meeting = [
-        "--nnodes=2",
-        "--node-rank=1",
-        "--nproc-per-node=3",
-        "--master-addr=10.0.0.1",
-        "--master-port=20007",
-    ]
+    meeting = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"]
+    meeting += ["--master-addr=10.0.0.1", "--master-port=20007"]
     assert shown.stdout.splitlines() == meeting + words
 
 
@@ -144,10 +107,8 @@ def one_notebook(one_cluster):
 @pytest.fixture
 def notebook(cluster, one_notebook):
     """A notebook with its mesh up on the nodes."""
-    one_notebook.run(
-        f"if globals().get('mesh') is None or mesh._remedy:\n    "
-        f"{ON_NODES.replace(chr(10), chr(10) + '    ')}"
-    )
+    condition = "if globals().get('mesh') is None or mesh._remedy:\n"
+    one_notebook.run(condition + textwrap.indent(ON_NODES, "    "))
     return one_notebook
 
 
@@ -164,18 +125,13 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
     local = one_notebook.run("print(mesh.gather('losses'))")
     printed = one_notebook.run(ON_NODES)
     assert printed.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
-    places = (
-        "(rank, os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], os.environ['SLURMD_NODENAME'])"
-    )
+    names = "[os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'SLURMD_NODENAME')]"
     one_notebook.run("%%px\nimport os")
-    assert one_notebook.run(f'print(mesh.gather("{places}"))') == (
-        "[(0, '0', '0', 'n1'), (1, '1', '0', 'n1'), (2, '0', '1', 'n2'), (3, '1', '1', 'n2')]\n"
-    )
+    places = [["0", "0", "0", "n1"], ["1", "1", "0", "n1"], ["2", "0", "1", "n2"]]
+    places.append(["3", "1", "1", "n2"])
+    assert one_notebook.run(f'print(mesh.gather("{names}"))') == f"{places}\n"
     one_notebook.run(TRAIN)
     assert one_notebook.run("print(mesh.gather('losses'))") == local
-    assert not Path(
-        "slurm_engine.sbatch"
-    ).exists()  # the job's files are all in the mesh's own folder
 
     # A node dies while the ranks train; the checkpoint of the third step is complete.
     one_notebook.run(
@@ -208,15 +164,13 @@ def test_a_rank_that_is_killed(notebook):
     text = notebook.fail(
         "%%px\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()", within=30
     )
-    assert "rank 1: process " in text and " on n1 is gone" in text and "mesh.restart()" in text, (
-        text
-    )
+    assert re.search(r"rank 1: process \d+ on n1 is gone", text) and "mesh.restart()" in text, text
 
 
 @pytest.mark.slow
 def test_a_job_that_is_cancelled(cluster, notebook):
     notebook.run("import subprocess, threading")
-    cancel = "threading.Timer(2, subprocess.run, [['scancel', mesh._ranks.job.job_id]]).start()"
+    cancel = "threading.Timer(2, subprocess.run, [['scancel', mesh._ranks.job_id]]).start()"
     notebook.run(cancel)
     text = notebook.fail("%%px\nimport time\ntime.sleep(60)", within=30)
     assert "SLURM's job" in text and "CANCELLED" in text, text
@@ -228,11 +182,8 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     one_notebook.run("if globals().get('mesh'): mesh.close()")
     _assert_gone(cluster)
     one_notebook.interrupt_after(4)
-    too_much = (
-        'mesh = Mesh(world_size=4, tp_size=2, launcher="slurm", nodes=2, '
-        'slurm_options="--begin=now+1hour")'
-    )
-    one_notebook.run(too_much)
+    later = 'slurm_options="--begin=now+1hour"'
+    one_notebook.run(f'mesh = Mesh(4, launcher="slurm", nodes=2, {later})')
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
     assert "is pending: BeginTime" in "".join(
         o.text for o in one_notebook.outputs if o.output_type == "stream"
@@ -276,12 +227,10 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
     (tmp_path / "neuron_parallel_compile").chmod(0o755)
     slurm.wait_for(lambda: not cluster.jobs(), 20)
     given = arguments(data, tensor_model_parallel_size=2, train_iters=60, eval_iters=0)
-    assert torchrun(given, tmp_path / "whole.log", ranks=4).wait(200) == 0, (
-        tmp_path / "whole.log"
-    ).read_text()
-    on_nodes = replace(
-        given, save=str(tmp_path / "saved"), load=str(tmp_path / "saved"), save_interval=10
-    )
+    log = tmp_path / "whole.log"
+    assert torchrun(given, log, ranks=4).wait(200) == 0, log.read_text()
+    saved = str(tmp_path / "saved")
+    on_nodes = replace(given, save=saved, load=saved, save_interval=10)
     command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(on_nodes)]
 
     _submit(cluster, tmp_path, "first.log", command, precompile=["--exit-interval", "2"])
@@ -293,9 +242,8 @@ def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data
     compiled, first = losses(log)[:2], losses(log)[2:]
     whole = losses(tmp_path / "whole.log")
     assert compiled == whole[:2]
-    assert (
-        first == whole[: len(first)] and 15 <= len(first) < 60
-    )  # so no checkpoint of the compiling was taken
+    # So no checkpoint of the compiling was taken.
+    assert first == whole[: len(first)] and 15 <= len(first) < 60
 
     _submit(cluster, tmp_path, "second.log", command)
     slurm.wait_for(lambda: not cluster.jobs(), 120)
@@ -309,14 +257,9 @@ def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path
     slurm.wait_for(lambda: not cluster.jobs(), 20)
     saved = str(tmp_path / "saved")
     given = arguments(
-        data,
-        tensor_model_parallel_size=2,
-        train_iters=3000,
-        eval_iters=0,
-        save=saved,
-        load=saved,
-        save_interval=5000,
-    )
+        data, tensor_model_parallel_size=2, train_iters=3000, eval_iters=0,
+        save=saved, load=saved, save_interval=5000,
+    )  # fmt: skip
     command = ["-m", "tutorial_lib.training.pretrain_gpt", *command_line(given)]
     log = tmp_path / "first.log"
     _submit(cluster, tmp_path, "first.log", command)
@@ -366,30 +309,7 @@ def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name
     )
     assert "ranks on 2 nodes" in printed
     assert found["claims"] and all(claim["passed"] for claim in found["claims"])
-    assert [claim["name"] for claim in found["claims"]] == [
-        claim["name"] for claim in local["claims"]
-    ]
+    names = [[claim["name"] for claim in one["claims"]] for one in (found, local)]
+    assert names[0] == names[1]
     assert metrics(found, "Final loss") == metrics(local, "Final loss")
-    _assert_gone(in_cluster)
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(600)
-def test_a_notebook_whose_job_is_cancelled_ends_with_the_reason(in_cluster, tmp_path):
-    def cancel_while_it_trains():
-        slurm.wait_for(
-            lambda: list(tmp_path.glob("out/tensorboard/whole/events*")), 200, "the first steps"
-        )
-        in_cluster.command("scancel", *in_cluster.jobs())
-
-    thread = threading.Thread(target=cancel_while_it_trains)
-    thread.start()
-    with pytest.raises(PapermillExecutionError) as caught:  # papermill's exit status is 1 then
-        execute(
-            "05_megatron_gpt_pretraining", tmp_path, {"world_size": 2, "steps": 5000} | ON_TWO_NODES
-        )
-    thread.join()
-    assert re.search(r"SLURM's job \d+ ended: (COMPLETING|CANCELLED)", caught.value.evalue), (
-        caught.value.evalue
-    )
     _assert_gone(in_cluster)

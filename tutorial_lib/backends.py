@@ -1,8 +1,8 @@
 """The backends `cpu`, `cuda` and `xla`: a rank's environment, its process group, its device, the
 end of its step.
 
-The same three calls serve the engines of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM
-and the tests.
+The same calls serve the ranks of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM and the
+tests.
 """
 
 import importlib.util
@@ -18,10 +18,6 @@ from tutorial_lib.network import interface_towards
 
 BACKENDS = ("cpu", "cuda", "xla")
 NEURON_ROOT_PORT = 62182  # torch-xla's own choice
-LAUNCH_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-)  # fmt: skip
 
 
 def on_trainium() -> bool:
@@ -49,12 +45,11 @@ def check_backend(backend: str) -> None:
     if backend == "xla" and not on_trainium():
         missing = [m for m in ("torch_xla", "jax") if importlib.util.find_spec(m) is None]
         if missing:
+            python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
             raise ValueError(
                 f"backend 'xla' needs {' and '.join(missing)}, missing here ({sys.platform}, "
-                f"Python "
-                f"{sys.version_info.major}.{sys.version_info.minor}); XLA between CPU processes "
-                f"runs on Linux "
-                "with Python 3.11 to 3.13: pip install 'tutorial-lib[xla]'"
+                f"{python}); XLA between CPU processes runs on Linux with Python 3.11 to 3.13: "
+                "pip install 'tutorial-lib[xla]'"
             )
 
 
@@ -84,20 +79,9 @@ def rank_environment(
             down.
         root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of
             Trainium meet there.
-
-    Raises:
-        ValueError: unknown backend, or a rank outside its world.
     """
     local_rank = rank if local_rank is None else local_rank
     local_world_size = world_size if local_world_size is None else local_world_size
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size:
-        raise ValueError(
-            f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: a rank "
-            f"must be at least 0 "
-            "and below its world size"
-        )
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -109,29 +93,23 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if backend == "xla":
-        if on_trainium():
-            # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from
-            # the variables above, at import, if it believes that torchrun started the process
-            # (torch_xla/_internal/neuron.py).
-            environment["TORCHELASTIC_RUN_ID"] = "tutorial"
-            environment["PJRT_DEVICE"] = "NEURON"
-            environment["NEURON_RT_ROOT_COMM_ID"] = f"{root_addr or master_addr}:{NEURON_ROOT_PORT}"
-            if (
-                world_size > local_world_size
-            ):  # the network between trn1 nodes, as the published job scripts set it
-                environment |= {
-                    "FI_PROVIDER": "efa",
-                    "FI_EFA_USE_DEVICE_RDMA": "1",
-                    "FI_EFA_FORK_SAFE": "1",
-                }
-        else:
-            environment["PJRT_DEVICE"] = "CPU"
-            # Each process is a world of one to torch-xla, which would drop its collectives.
-            environment["XLA_ALWAYS_ALLREDUCE"] = "1"
-            environment["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get(
-                "TF_CPP_MIN_LOG_LEVEL", "2"
-            )  # errors alone
+    if backend == "xla" and on_trainium():
+        # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from
+        # the variables above, at import, if it believes that torchrun started the process
+        # (torch_xla/_internal/neuron.py).
+        environment["TORCHELASTIC_RUN_ID"] = "tutorial"
+        environment["PJRT_DEVICE"] = "NEURON"
+        environment["NEURON_RT_ROOT_COMM_ID"] = f"{root_addr or master_addr}:{NEURON_ROOT_PORT}"
+        if world_size > local_world_size:
+            # The network between trn1 nodes, as the published job scripts set it.
+            environment["FI_PROVIDER"] = "efa"
+            environment["FI_EFA_USE_DEVICE_RDMA"] = environment["FI_EFA_FORK_SAFE"] = "1"
+    elif backend == "xla":
+        environment["PJRT_DEVICE"] = "CPU"
+        # Each process is a world of one to torch-xla, which would drop its collectives.
+        environment["XLA_ALWAYS_ALLREDUCE"] = "1"
+        level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")  # errors alone
+        environment["TF_CPP_MIN_LOG_LEVEL"] = level
     return environment
 
 
@@ -146,20 +124,18 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
         store: where the ranks meet, in place of the one at MASTER_ADDR and MASTER_PORT.
     """
     check_backend(backend)
-    options = {"timeout": timedelta(seconds=timeout)}
+    limit = timedelta(seconds=timeout)
+    options = {"timeout": limit}
     if store is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         options |= {"store": store, "rank": rank, "world_size": world_size}
     # gloo would take the interface that has the machine's name, which on Debian is the loopback
     # one.
-    master = os.environ.get("MASTER_ADDR")
-    if master is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(master)
+    if "MASTER_ADDR" in os.environ and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(os.environ["MASTER_ADDR"])
     # A group that is made later gets torch's own default otherwise, half an hour, and not the
     # time-out of the world.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = options[
-        "timeout"
-    ]
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
     if backend == "cpu":
         dist.init_process_group("gloo", **options)
     elif backend == "cuda":

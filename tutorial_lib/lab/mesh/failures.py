@@ -16,15 +16,14 @@ class MeshError(RuntimeError):
 class RankError(MeshError):
     """A cell failed on one or more ranks. The message begins with the error of the rank that caused
     it.
-
-    Attributes:
-        reports: for each rank that failed or hung, what it said
-            (`tutorial_lib.lab.mesh.worker.report`).
     """
 
-    def __init__(self, message: str, reports: dict[int, dict] | None = None):
-        super().__init__(message)
-        self.reports = reports or {}
+
+class MeshInterrupted(KeyboardInterrupt):
+    """The reader interrupted a cell that ran on the ranks."""
+
+    def _render_traceback_(self) -> list[str]:
+        return f"KeyboardInterrupt: {self}".splitlines()
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -9,15 +9,12 @@ whatever happens.
 
     mesh.gather("rank")      # [0, 1, 2, 3]
 
-One process is one rank. Ranks inherit the kernel's environment, less what a launcher left in it,
-and get what `torchrun` would give them. The kernel itself never touches a device and never imports
-torch-xla. Ranks run on the kernel's own machine (`tutorial_lib.lab.mesh.ranks`) or on nodes that
-SLURM gives (`tutorial_lib.lab.mesh.slurm`).
+One process is one rank. Ranks inherit the kernel's environment and get what `torchrun` would give
+them. The kernel itself never touches a device and never imports torch-xla.
 
-What goes wrong, and then: a rank that raises, dies or never enters a collective ends the cell on
-all of them with a `RankError`, which begins with the guilty rank's own error. Ranks that still wait
-for it are released by closing the connections between the ranks; the next cell makes new ones. What
-cannot be released is killed; then `mesh.restart()`.
+A rank that raises, dies or never enters a collective ends the cell on all of them with a
+`RankError`, which begins with the guilty rank's own error. If the ranks may be out of step then,
+the next cell makes a new process group. What cannot be released is killed; then `mesh.restart()`.
 """
 
 import atexit
@@ -32,28 +29,22 @@ import torch
 from torch.distributed import TCPStore
 
 from tutorial_lib import backends
-from tutorial_lib.backends import LAUNCH_VARIABLES, check_backend, on_trainium, rank_environment
 from tutorial_lib.lab.mesh import magics, worker
-from tutorial_lib.lab.mesh.failures import MeshError, RankError, describe_failure
+from tutorial_lib.lab.mesh.failures import MeshError, MeshInterrupted, RankError, describe_failure
 from tutorial_lib.lab.mesh.output import LiveOutput
-from tutorial_lib.lab.mesh.ranks import Ranks, Task
+from tutorial_lib.lab.mesh.ranks import Ranks
 from tutorial_lib.lab.mesh.slurm import SlurmRanks, check_slurm
 from tutorial_lib.lab.mesh.watch import Watch
-
-__all__ = ["Mesh", "MeshError", "RankError"]
 
 # Seconds a collective waits for its peers. With XLA they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
 LONGEST = 1e9  # that torch can count
-LAUNCHERS = ("local", "slurm")
+ADVICE = {
+    "reset": "The ranks may be out of step: the next cell, or mesh.reset(), makes a new process "
+    "group and keeps their variables.",
+    "restart": "mesh.restart() starts new ranks.",
+}
 _current: "Mesh | None" = None  # one mesh a kernel, as there is one %%px
-
-
-class MeshInterrupted(KeyboardInterrupt):
-    """The reader interrupted a cell that ran on the ranks."""
-
-    def _render_traceback_(self) -> list[str]:
-        return f"KeyboardInterrupt: {self}".splitlines()
 
 
 class Mesh:
@@ -88,51 +79,47 @@ class Mesh:
         nodes: int = 1,
         slurm_options: str = "",
     ):
-        sizes = {"world_size": world_size, "tp_size": tp_size, "threads": threads, "nodes": nodes}
-        for name, size in sizes.items():
-            if (name, size) != ("tp_size", None) and (
-                isinstance(size, bool) or not isinstance(size, int) or size < 1
-            ):
-                raise ValueError(f"{name} {size!r} is not a positive whole number")
-        if tp_size is not None and world_size % tp_size:
-            raise ValueError(f"world_size {world_size} is not divisible by tp_size {tp_size}")
-        if timeout is not None and (not isinstance(timeout, Real) or not 0 < timeout <= LONGEST):
-            raise ValueError(
-                f"timeout {timeout!r} is not a number of seconds between 0 and {LONGEST:.0e}"
-            )
-        check_backend(backend)
-        if launcher not in LAUNCHERS:
-            raise ValueError(f"launcher {launcher!r} is not one of {', '.join(LAUNCHERS)}")
-        if launcher == "local" and (nodes > 1 or slurm_options):
-            raise ValueError(
-                f"nodes {nodes} and slurm_options {slurm_options!r} need launcher 'slurm', not "
-                f"'local'"
-            )
-        if world_size % nodes:
-            raise ValueError(f"world_size {world_size} is not divisible by nodes {nodes}")
-        if launcher == "slurm":
-            check_slurm()
-        elif backend == "cuda" and world_size > torch.cuda.device_count():
-            raise ValueError(
-                f"world_size {world_size} needs as many GPUs, and torch sees "
-                f"{torch.cuda.device_count()}"
-            )
-        if timeout is None:
-            timeout = (
-                TIMEOUT
-                if backend != "xla"
-                else TIMEOUT_TRAINIUM
-                if on_trainium()
-                else TIMEOUT_XLA_CPU
-            )
+        backends.check_backend(backend)
+        if timeout is None and backend == "xla":
+            timeout = TIMEOUT_TRAINIUM if backends.on_trainium() else TIMEOUT_XLA_CPU
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
-        self.timeout, self.threads = timeout, threads
+        self.timeout, self.threads = TIMEOUT if timeout is None else timeout, threads
         self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
+        self._check()
         self.pids: list[int] = []  # of the ranks, in their order
         self._ranks: Ranks | None = None
-        self._remedy = (
-            "start"  # what has to be called before the ranks can communicate; empty if nothing
-        )
+        # What has to be called before the ranks can communicate; empty if nothing.
+        self._remedy = "start"
+
+    def _check(self) -> None:
+        sizes = {name: vars(self)[name] for name in ("world_size", "threads", "nodes")}
+        if self.tp_size is not None:
+            sizes["tp_size"] = self.tp_size
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} {size!r} is not a positive integer")
+        for name in ("tp_size", "nodes"):
+            if self.world_size % sizes.get(name, 1):
+                raise ValueError(
+                    f"world_size {self.world_size} is not divisible by {name} {sizes[name]}"
+                )
+        if not isinstance(self.timeout, Real) or not 0 < self.timeout <= LONGEST:
+            raise ValueError(f"timeout {self.timeout!r} is not between 0 and {LONGEST:.0e} seconds")
+        if self.launcher == "slurm":
+            check_slurm()
+            return
+        if self.launcher != "local":
+            raise ValueError(f"launcher {self.launcher!r} is not one of local, slurm")
+        if self.nodes > 1 or self.slurm_options:
+            raise ValueError(
+                f"nodes {self.nodes} and slurm_options {self.slurm_options!r} need launcher "
+                "'slurm', not 'local'"
+            )
+        if self.backend == "cuda" and self.world_size > torch.cuda.device_count():
+            raise ValueError(
+                f"world_size {self.world_size} needs as many GPUs, and torch sees "
+                f"{torch.cuda.device_count()}"
+            )
 
     # ---- life ----
 
@@ -146,95 +133,74 @@ class Mesh:
             _current.close()
         _current = self
         atexit.register(self.close)
+        # What a launcher left would mislead torch-xla; the other variables are set by `join`.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        environment |= {"OMP_NUM_THREADS": str(self.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         try:
-            self._ranks = self._start_ranks()
+            if self.launcher == "local":
+                self._ranks = Ranks(self.world_size, environment)
+            else:
+                options = (self.nodes, self.threads, self.slurm_options)
+                self._ranks = SlurmRanks(self.world_size, environment, *options)
             self.pids = [rank.place["pid"] for rank in self._ranks.members]
-            self._boot()
             self._join()
-        except KeyboardInterrupt:
+        except BaseException as error:
             self.close()
-            raise MeshInterrupted(
-                "the ranks were not up yet, and are ended: mesh.start() starts them"
-            ) from None
-        except BaseException:
-            self.close()
-            raise
+            if isinstance(error, KeyboardInterrupt):
+                error = MeshInterrupted(
+                    "the ranks were not up yet, and are ended: mesh.start() starts them"
+                )
+            raise error from None
         print(f"{self}, up in {time.perf_counter() - began:.1f} s")
 
-    def _start_ranks(self) -> Ranks:
-        stale = {
-            *LAUNCH_VARIABLES,
-            *(name for name in os.environ if name.startswith("TORCHELASTIC_")),
-        }
-        environment = {name: text for name, text in os.environ.items() if name not in stale}
-        environment |= rank_environment(
-            self.backend, 0, self.world_size, master_port=0, threads=self.threads
-        )
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        if self.launcher == "local":
-            return Ranks(self.world_size, environment)
-        return SlurmRanks(
-            self.world_size, environment, self.nodes, self.threads, self.slurm_options
-        )
+    restart = start
 
     def __str__(self) -> str:
         axes = ""
         if self.tp_size is not None:
             axes = f" = {self.world_size // self.tp_size} data × {self.tp_size} tensor parallel"
         nodes = f" on {self.nodes} node{'s' * (self.nodes > 1)}" if self.launcher != "local" else ""
-        return (
-            f"{self.world_size} rank{'s' * (self.world_size > 1)}{nodes}{axes}, backend "
-            f"{self.backend}"
-        )
-
-    def _boot(self) -> None:
-        """Gives each rank what `torchrun` would give it, before torch-xla is imported there."""
-        places = [rank.place for rank in self._ranks.members]
-        hosts = [place["host"] for place in places]
-        booting = {}
-        for rank, host in enumerate(hosts):
-            environment = rank_environment(
-                self.backend,
-                rank,
-                self.world_size,
-                master_addr=self._ranks.address,
-                master_port=0,  # `_join` sets it
-                local_rank=hosts[:rank].count(host),
-                local_world_size=hosts.count(host),
-                threads=self.threads,
-                root_addr=places[0]["address"],
-            )
-            booting[rank] = self._ranks.members[rank].start("call", worker.boot, environment)
-        self._wait(booting)
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        return f"{ranks}{nodes}{axes}, backend {self.backend}"
 
     def _join(self) -> None:
         """All ranks join a new process group, and show that they receive from one another."""
-        self._call(worker.leave)
         address, key = self._ranks.address, secrets.token_hex(16)
         # The kernel serves the store at which the ranks meet: its port is bound before a rank hears
         # of it.
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, 0), family=family)
+        server = socket.create_server((address, 0))
         port = server.getsockname()[1]
         self._ranks.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
-        self._call(worker.join, self.backend, self.timeout, self.tp_size, address, port, key)
+        places = [one.place for one in self._ranks.members]
+        hosts = [place["host"] for place in places]
+        for rank, one in enumerate(self._ranks.members):
+            before, together = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+            environment = backends.rank_environment(
+                self.backend, rank, self.world_size, master_addr=address, master_port=port,
+                local_rank=before, local_world_size=together, threads=self.threads,
+                root_addr=places[0]["address"],
+            )  # fmt: skip
+            join = worker.join, environment, self.backend, self.timeout, self.tp_size, key
+            one.start("call", *join)
+        self._wait(range(self.world_size))
+        self._probe()
         self._remedy = ""
-        self.check(quiet=True)
 
-    def check(self, quiet: bool = False) -> None:
+    def check(self) -> None:
         """Raises unless every rank answers and an all-reduce over all of them is right."""
         self._make_ready()
         began = time.perf_counter()
-        answers = self._call(worker.probe)
-        expected = sum(range(self.world_size))
+        self._probe()
+        print(f"{self}: all answer, all-reduce is right, {time.perf_counter() - began:.2f} s")
+
+    def _probe(self) -> None:
+        answers, expected = self._call(worker.probe), sum(range(self.world_size))
         if answers != [(rank, expected) for rank in range(self.world_size)]:
             raise MeshError(
                 f"all-reduce of the ranks gave {answers}, not {expected} on each in rank order"
             )
-        if not quiet:
-            print(f"{self}: all answer, all-reduce is right, {time.perf_counter() - began:.2f} s")
 
     def reset(self) -> None:
         """A new process group on the same ranks. Their variables stay, but for groups made before.
@@ -243,29 +209,22 @@ class Mesh:
         sum.
 
         Raises:
-            MeshError: a rank is dead, or the backend cannot do it: `restart` is needed.
+            MeshError: a rank is dead, or the backend is XLA, which keeps its connections for as
+                long as its process lives: `restart` is needed.
         """
-        if self._remedy in ("start", "restart"):
-            raise MeshError(f"a reset is not enough here: call mesh.{self._remedy}()")
-        if self.backend == "xla":
-            raise MeshError(
-                "XLA keeps its connections for as long as its process lives: call mesh.restart()"
-            )
+        if self.backend == "xla" or self._remedy in ("start", "restart"):
+            needed = "start" if self._remedy == "start" else "restart"
+            raise MeshError(f"a reset is not enough here: call mesh.{needed}()")
         began = time.perf_counter()
         self._remedy = "reset"
+        self._call(worker.leave)
         self._join()
         print(f"{self}, reset in {time.perf_counter() - began:.1f} s")
 
-    def restart(self) -> None:
-        """New ranks. All variables on them are lost."""
-        self.start()
-
     def recover(self) -> None:
-        """Does what the ranks need after a cell that failed: nothing, `reset`, or `restart` where
-        that is not enough.
-        """
+        """Does what the ranks need after a cell that failed: nothing, `reset` or `restart`."""
         if self._remedy:
-            {"start": self.start, "reset": self.reset, "restart": self.restart}[self._remedy]()
+            getattr(self, self._remedy)()
 
     def close(self) -> None:
         """Ends the ranks and removes every trace of them. May be called at any time, and again."""
@@ -278,31 +237,22 @@ class Mesh:
         if ranks is not None:
             ranks.close()
 
-    def __enter__(self) -> "Mesh":
-        self.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     # ---- work ----
 
     def run(self, cell: str, ranks: list[int] | None = None) -> None:
         """Runs a cell on the ranks (all by default) and prints what they print; `%%px` calls it."""
-        ranks = list(range(self.world_size)) if ranks is None else ranks
-        if not ranks:
-            raise ValueError("no rank was named to run the cell on")
-        for rank in ranks:
-            if not 0 <= rank < self.world_size:
-                raise ValueError(
-                    f"rank {rank} is not one of the {self.world_size} ranks 0 to "
-                    f"{self.world_size - 1}"
-                )
+        everyone = range(self.world_size)
+        ranks = list(everyone) if ranks is None else ranks
+        if not ranks or not set(ranks) <= set(everyone):
+            named = ", ".join(map(str, ranks))
+            raise ValueError(f"rank {named} is not among the ranks 0 to {everyone[-1]}")
         self._make_ready()
-        tasks = {rank: self._ranks.members[rank].start("cell", cell) for rank in ranks}
-        shown = LiveOutput(tasks)
+        running = {rank: self._ranks.members[rank] for rank in ranks}
+        for one in running.values():
+            one.start("cell", cell)
+        shown = LiveOutput(running)
         try:
-            self._wait(tasks, shown.tick)
+            self._wait(running, shown.tick)
         finally:
             shown.finish(self.world_size)
 
@@ -312,81 +262,51 @@ class Mesh:
         self._call(worker.assign, values)
 
     def gather(self, expression: str) -> list:
-        """The value of a variable (or expression) on each rank, in rank order; tensors are copied
-        to the host.
-        """
+        """The value of an expression on each rank, in rank order; tensors come to the host."""
         self._make_ready()
         return self._call(worker.value, expression)
 
     def compilations(self) -> int:
-        """How many graphs the ranks have compiled since they started, all together; 0 on a backend
-        that traces none.
-        """
+        """How many graphs all ranks together have compiled; 0 on a backend that traces none."""
         self._make_ready()
         return sum(self._call(backends.compilations))
 
     def hlo_texts(self) -> list[str]:
-        """Rank 0's graphs as the compiler got them, for `tutorial_lib.xla_cpu.graphs`, in the order
-        of their first use.
-
-        None on Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
+        """Rank 0's graphs as the compiler got them, in the order of their first use; none on
+        Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
         """
         self._make_ready()
         return self._call(worker.hlo_texts)[0]
 
     def _make_ready(self) -> None:
-        """Resets the ranks if that is all they need after a failure; raises MeshError if they need
-        more.
-        """
+        """Resets the ranks if a failure before makes that necessary and it is enough."""
         if self._remedy == "reset":
             self.reset()
         if self._remedy:
             raise MeshError(f"no ranks are up: call mesh.{self._remedy}()")
 
-    def _call(self, function, *args) -> list:
-        tasks = {
-            rank: one.start("call", function, *args) for rank, one in enumerate(self._ranks.members)
-        }
-        self._wait(tasks)
-        return [pickle.loads(task.value) for task in tasks.values()]
+    def _call(self, function, *arguments) -> list:
+        for one in self._ranks.members:
+            one.start("call", function, *arguments)
+        self._wait(range(self.world_size))
+        return [pickle.loads(one.value) for one in self._ranks.members]
 
-    def _wait(self, tasks: dict[int, Task], on_tick=lambda: None) -> None:
-        """Waits for all ranks, and raises what went wrong on any."""
+    def _wait(self, busy, on_tick=lambda: None) -> None:
+        """Returns when the ranks that are busy have ended their task; raises what went wrong."""
         before, self._remedy = self._remedy, "restart"  # should anything end this early
-        watch = Watch(self._ranks, tasks, self.timeout)
+        watch = Watch(self._ranks, list(busy))
         watch.wait(on_tick)
         if not watch.dead:
             self._remedy = before
             if not before and (watch.released or not watch.in_step(self.world_size)):
-                self._remedy = "reset" if self._leave() else "restart"
+                self._remedy = "restart" if self.backend == "xla" else "reset"
+        advice = ADVICE.get(self._remedy, "")
         if watch.interrupted:
-            raise MeshInterrupted(self._advice())
+            raise MeshInterrupted(advice)
         if watch.reports:
-            finished = tasks.keys() - watch.reports.keys()
-            text = "\n".join([describe_failure(watch.reports, finished), self._advice()])
-            raise RankError(text.strip(), watch.reports)
-
-    def _leave(self) -> bool:
-        """Closes a process group whose ranks may be out of step; whether a new one can be made."""
-        if self.backend == "xla":  # it keeps its connections for as long as its process lives
-            return False
-        self._remedy = "restart"
-        leaving = {
-            rank: one.start("call", worker.leave) for rank, one in enumerate(self._ranks.members)
-        }
-        watch = Watch(self._ranks, leaving, self.timeout)
-        watch.wait()
-        return not watch.dead and not watch.reports
-
-    def _advice(self) -> str:
-        return {
-            "": "",
-            "start": "",
-            "reset": "The ranks may be out of step, so their process group is closed: the next "
-            "cell, or mesh.reset(), "
-            "makes a new one and keeps their variables.",
-            "restart": "mesh.restart() starts new ranks.",
-        }[self._remedy]
+            finished = set(busy) - watch.reports.keys()
+            text = f"{describe_failure(watch.reports, finished)}\n{advice}"
+            raise RankError(text.strip())
 
 
 def _mesh_that_is_up() -> Mesh:

@@ -1,37 +1,35 @@
 """The parent of the ranks on the kernel's machine: it forks them, and ends whatever they started.
 
 It imports torch once, before it forks, so that four ranks start as fast as one. Everything that a
-rank starts stays
-below this process, even if the process between them ends or the environment is cleared: on Linux
-the nursery is the "subreaper" that orphans are handed to (prctl(2)). It has no threads. When the
-kernel closes its channel or dies, the nursery ends all processes below it and removes the mesh's
-folder.
-
-For ranks on other machines it starts nothing, and runs a command at the end that stops them there.
+rank starts stays below this process, even if the process between them ends or the environment is
+cleared: on Linux the nursery is the "subreaper" that orphans are handed to (prctl(2)). It has no
+threads. When the kernel closes the nursery's input or dies, it ends all processes below it.
 """
 
 import contextlib
 import ctypes
-import itertools
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
+import tempfile
 import traceback
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
+from multiprocessing.util import get_temp_dir
 
 import psutil
 
 import tutorial_lib
 
+MEETING = "TUTORIAL_MESH"  # variable of the ranks: the kernel's address, its port, and a key
 SETTLE = 2.0  # seconds that processes get to end by themselves
 TICK = 0.05  # seconds between looks at the ranks
 LINUX = sys.platform == "linux"
 PRELOAD = ("torch.distributed", "tutorial_lib.parallel_layers.parallel_state")
+LONGEST_LOG = 20_000  # characters of what a rank has printed outside of Python
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # The ranks import what the kernel would, wherever the notebook's folder is: a `random.py` there
 # must not be found first.
@@ -52,78 +50,54 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", START.format(module=module), path, *arguments]
 
 
-def main(settings: str) -> None:
-    """Starts the ranks and watches over them until the kernel is gone.
+def main(count: str, *preload: str) -> None:
+    """Forks `count` ranks, and writes a line of JSON for each that ends: its process id, its exit
+    status, and what it has printed outside of Python.
 
     Args:
-        settings: JSON of `channel`, the descriptor of the connection to the kernel; `ranks`, a pair
-            of descriptors for each; `fork`, or None; `directory`, to be removed at the end; `end`,
-            a command to be run then.
+        preload: modules to be imported before.
     """
-    given = json.loads(settings)
-    kernel, parent = Connection(given["channel"]), os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # as long as this process is too busy to look
+    logs, folder = {}, get_temp_dir()  # of multiprocessing, for the ranks too
     try:
-        ranks = _start(given)
-        _prctl(_PR_SET_PDEATHSIG, 0)
-        while not kernel.poll(TICK) and os.getppid() == parent:
-            for rank, status in _changes(ranks):
-                kernel.send_bytes(json.dumps([rank, status]).encode())
-    except Exception as error:  # the system starts no more processes, say
-        with contextlib.suppress(OSError):  # the kernel is gone, too
-            kernel.send_bytes(json.dumps([None, f"{type(error).__name__}: {error}"]).encode())
+        for name in preload:
+            importlib.import_module(name)
+        from tutorial_lib.lab.mesh import worker
+
+        worker.shell()
+        for _ in range(int(count)):
+            log = tempfile.TemporaryFile()  # noqa: SIM115
+            rank = multiprocessing.get_context("fork").Process(target=_be_rank, args=(log,))
+            rank.start()
+            logs[rank] = log
+        while not wait([sys.stdin], TICK):
+            for rank in [one for one in logs if one.exitcode is not None]:
+                log = logs.pop(rank)
+                said = os.pread(log.fileno(), 1 << 24, 0).decode(errors="replace")
+                print(json.dumps([rank.pid, rank.exitcode, said[-LONGEST_LOG:]]), flush=True)
+    except Exception:  # the system starts no more processes, say
+        traceback.print_exc()
     finally:
-        if given["end"]:
-            subprocess.run(given["end"], check=False)
         _end_descendants()
-        shutil.rmtree(given["directory"], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.flush()
         os._exit(0)  # taking torch down in order takes two seconds
 
 
-def _start(given: dict) -> dict[int, int]:
-    """Starts the ranks; the rank of each process id."""
-    if given["fork"] and given["ranks"]:
-        for name in PRELOAD:
-            __import__(name)
-        from tutorial_lib.lab.mesh import worker  # noqa: F401
-    ranks = {}
-    for rank, (task, control) in enumerate(given["ranks"]):
-        arguments = (str(task), str(control), given["directory"])
-        if not given["fork"]:
-            started = subprocess.Popen(python("worker", *arguments), pass_fds=(task, control))
-            ranks[started.pid] = rank
-        elif pid := os.fork():
-            ranks[pid] = rank
-        else:
-            _become_rank(given, rank, arguments)
-    for pair in given["ranks"]:
-        for descriptor in pair:
-            os.close(descriptor)
-    return ranks
+def _be_rank(log) -> None:
+    from tutorial_lib.lab.mesh import worker
+
+    redirect(log)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    worker.serve(worker.connect())
 
 
-def _become_rank(given: dict, rank: int, arguments: tuple[str, str, str]) -> None:
-    """What a forked process does; it never returns."""
-    status = 1
-    try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for other, pair in enumerate(given["ranks"]):
-            for descriptor in pair if other != rank else ():
-                os.close(descriptor)
-        os.close(given["channel"])
-        from tutorial_lib.lab.mesh import worker
-
-        worker.main(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc(file=sys.__stderr__)
-    finally:
-        sys.__stderr__.flush()
-        os._exit(status)
+def redirect(log) -> None:
+    """Lets C++ and other processes print to a file."""
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -131,62 +105,17 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _changes(ranks: dict[int, int]) -> list[tuple[int, int | str]]:
-    """The ranks that have ended, with their exit status, and those that were stopped or go on."""
-    found = []
-    for pid, status in _collect(os.WNOHANG | os.WUNTRACED | os.WCONTINUED):
-        if os.WIFSTOPPED(status):
-            news = "stopped"
-        elif os.WIFCONTINUED(status):
-            news = "running"
-        else:
-            news = os.waitstatus_to_exitcode(status)
-        if pid in ranks:
-            found.append((ranks[pid], news))
-    return found
-
-
-def _collect(flags: int) -> Iterator[tuple[int, int]]:
-    """The children of this process that have changed; orphans that were handed to it are among
-    them.
-    """
-    while True:
-        try:
-            pid, status = os.waitpid(-1, flags)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
-
-
 def _end_descendants() -> None:
     """Ends all processes below this one. They are asked first, so that device drivers can let go,
     then killed.
+
+    Helpers that unlink shared memory pay no heed to the first, and end by themselves once the
+    processes that they serve are gone.
     """
-    for blow in itertools.chain([psutil.Process.terminate], itertools.repeat(psutil.Process.kill)):
-        if not (below := _descendants()):
-            return
-        # Helpers that unlink shared memory end by themselves once the processes that they serve are
-        # gone.
-        targets = [process for process in below if not _is_tracker(process)] or below
-        for process in targets:
+    blow = psutil.Process.terminate
+    while below := psutil.Process().children(recursive=True):
+        for process in below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 blow(process)
-        deadline = time.monotonic() + SETTLE
-        while _descendants() and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:
-        return False
-
-
-def _descendants() -> list[psutil.Process]:
-    """The processes below this one."""
-    for _ in _collect(os.WNOHANG):
-        pass
-    return psutil.Process().children(recursive=True)
+        psutil.wait_procs(below, timeout=SETTLE)
+        blow = psutil.Process.kill

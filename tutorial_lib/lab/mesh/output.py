@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from IPython.display import publish_display_data
 
 from tutorial_lib.lab.mesh.failures import name_ranks
-from tutorial_lib.lab.mesh.ranks import Task
+from tutorial_lib.lab.mesh.ranks import Rank
 
 LIVE_AFTER = 2.0  # seconds after which a cell's output on its first rank is shown as it comes
 _CELL_FILE = re.compile(r"<ipython-input-[\w-]+>")
@@ -25,8 +25,7 @@ def by_rank(texts: Mapping[int, str], world_size: int) -> str:
     """
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(texts):
-        text = as_shown(texts[rank]).rstrip()
-        if text:
+        if text := as_shown(texts[rank]).rstrip():
             ranks_of.setdefault(text, []).append(rank)
     blocks = []
     for text, ranks in ranks_of.items():
@@ -54,8 +53,8 @@ class LiveOutput:
     Notebooks that run without a reader (IPP_NONINTERACTIVE=1) show everything at the end.
     """
 
-    def __init__(self, tasks: dict[int, Task]):
-        self._tasks, self._first = tasks, min(tasks)
+    def __init__(self, ranks: dict[int, Rank]):
+        self._ranks, self._first = ranks, min(ranks)
         self._began = time.monotonic()
         self._live = os.environ.get("IPP_NONINTERACTIVE", "") in ("", "0")
         self._begun = False  # whether some of it is out already
@@ -64,7 +63,7 @@ class LiveOutput:
         """Called while the cell runs."""
         if not self._live or time.monotonic() - self._began < LIVE_AFTER:
             return
-        output = self._tasks[self._first].output
+        output = self._ranks[self._first].output
         complete, newline, rest = "".join(output).rpartition("\n")
         if newline:
             output[:] = [rest]
@@ -75,9 +74,9 @@ class LiveOutput:
 
     def finish(self, world_size: int) -> None:
         """Called when the cell has ended, well or not."""
-        texts = {rank: "".join(task.output) for rank, task in self._tasks.items()}
+        texts = {rank: "".join(one.output) for rank, one in self._ranks.items()}
         if text := by_rank(texts, world_size):
             print(text)
-        for task in self._tasks.values():
-            for data, metadata in task.displays:
+        for one in self._ranks.values():
+            for data, metadata in one.displays:
                 publish_display_data(data, metadata)

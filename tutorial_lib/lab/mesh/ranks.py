@@ -1,11 +1,9 @@
-"""The kernel's end of the ranks: a connection to each, what comes in on it, and the process behind
-it.
+"""The kernel's end of the ranks: the processes, and one connection to each.
 
-A rank has two connections. One carries a task at a time and what it prints; the other leads to a
-thread of the rank
-that answers while the task is stuck. On the kernel's own machine they are pairs of sockets that the
-ranks inherit: no other process can reach them, and there is no port. Nothing here waits for a rank
-without a limit.
+Whoever starts the processes (the nursery on this machine, a job in `slurm`) puts an address of the
+kernel and a key into their environment. Each process connects, proves that it has the key, and
+says where it runs. A connection carries one task at a time, what it prints, and questions that a
+thread of the rank answers while the task runs. Nothing here waits for a rank without a limit.
 """
 
 import contextlib
@@ -13,140 +11,101 @@ import json
 import os
 import pickle
 import re
-import shutil
+import secrets
+import select
 import signal
 import socket
 import struct
 import subprocess
 import tempfile
 import time
-from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
 import psutil
 
 from tutorial_lib.backends import on_trainium
 from tutorial_lib.lab.mesh import nursery
 from tutorial_lib.lab.mesh.failures import MeshError
-from tutorial_lib.network import loopback
 
 START_TIMEOUT = 120.0  # seconds that all ranks together get to start
 PATIENCE = 2.0  # seconds that a rank gets to answer while its task runs
 STALL = 10  # seconds that a rank may leave a message half read or half sent
-CLOSING = 15.0  # seconds that the nursery gets to end everything
-
-
-class Task:
-    """What a rank runs, and what has come of it so far.
-
-    Attributes:
-        output: what it printed, in chunks.
-        displays: rich outputs, as pairs of data and metadata.
-        ended: whether it has ended.
-        value: its pickled result.
-        report: what went wrong, as `tutorial_lib.lab.mesh.worker.report` has it, or None.
-    """
-
-    def __init__(self):
-        self.output: list[str] = []
-        self.displays: list[tuple[dict, dict]] = []
-        self.ended = False
-        self.value, self.report = b"", None
-
-    def take(self, kind: str, content) -> None:
-        """Notes a message of the rank."""
-        if kind == "output":
-            self.output.append(content)
-        elif kind == "display":
-            self.displays.append(content)
-        else:
-            self.ended = True
-            if kind == "failed":
-                self.report = content
-            else:
-                self.value = content
+CLOSING = 15.0  # seconds that the ranks get to end
 
 
 class Rank:
     """One rank, as the kernel sees it.
 
     Attributes:
-        place: where it runs: `node`, `host`, `address`, `pid`; None until it is up.
-        task: what it runs, or ran last.
-        status: `running`, `stopped` (SIGSTOP), `lost` (its connection is closed), or the exit
-            status of its process.
+        place: where it runs: `node`, `host`, `address` (at which other ranks reach it), `pid`.
+        lost_at: when its connection was closed; None while it lives.
+        answer: to the last question.
+        output, displays: what the task has printed, and its rich outputs (data, metadata).
+        ended, value, report: whether the task has ended, its pickled result, and what went wrong
+            (`reports.report`) or None.
     """
 
-    def __init__(self, task_connection: Connection, control: Connection):
-        self.connection, self.control = task_connection, control
-        self.place: dict | None = None
-        self.task = Task()
-        self.status: str | int = "running"
+    def __init__(self, connection: Connection, address: str):
+        self.connection = connection
+        self.place: dict = pickle.loads(connection.recv_bytes()) | {"address": address}
+        self.lost_at: float | None = None
         self.answer: dict | None = None
-        self.lost_at = 0.0
-        self._asked = 0
-        for connection in (task_connection, control):
-            limit(connection)
 
     @property
     def is_alive(self) -> bool:
-        return self.status in ("running", "stopped")
+        return self.lost_at is None
 
-    def start(self, kind: str, *content) -> Task:
+    def start(self, kind: str, *content) -> None:
         """Sends it a task: `("cell", source)` or `("call", function, *arguments)`."""
-        self.task = Task()
-        self._send(self.connection, pickle.dumps((kind, pickle.dumps(content))))
-        return self.task
+        self.output: list[str] = []
+        self.displays: list[tuple[dict, dict]] = []
+        self.ended, self.value, self.report = False, b"", None
+        self.send(kind, pickle.dumps(content))
 
-    def ask(self, do: str, **details) -> None:
-        """Asks the thread of the rank that answers while its task runs; see `worker.attend`."""
-        self._asked += 1
+    def send(self, kind: str, content=None) -> None:
+        """Sends a message; `worker.attend` has the kinds."""
         self.answer = None
-        self._send(self.control, json.dumps(details | {"do": do, "number": self._asked}).encode())
-
-    def receive(self, connection: Connection) -> None:
-        """Takes in one message."""
         try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError):  # closed, or stuck in the middle of a message
-            self.lose()
-            return
-        if connection is self.control:
-            answer = json.loads(message)
-            if answer["number"] == self._asked:
-                self.answer = answer
-            return
-        kind, content = pickle.loads(message)
-        if kind == "up":
-            self.place = content
-        else:
-            self.task.take(kind, content)
-
-    def _send(self, connection: Connection, message: bytes) -> None:
-        try:
-            connection.send_bytes(message)
+            self.connection.send_bytes(pickle.dumps((kind, content)))
         except OSError:  # closed, or not read for too long
             self.lose()
 
+    def receive(self) -> None:
+        """Takes in what it has sent."""
+        try:
+            messages = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):  # closed, or stuck in the middle of a message
+            self.lose()
+            return
+        for kind, content in map(pickle.loads, messages):
+            if kind == "output":
+                self.output.append(content)
+            elif kind == "display":
+                self.displays.append(content)
+            elif kind == "answer":
+                self.answer = content
+            else:
+                self.ended = True
+                self.value, self.report = (content, None) if kind == "done" else (b"", content)
+
     def lose(self) -> None:
         """Its connection is closed, or of no use any more."""
-        if self.is_alive:
-            self.status, self.lost_at = "lost", time.monotonic()
+        self.lost_at = self.lost_at or time.monotonic()
 
 
 class Ranks:
     """The ranks on the kernel's own machine, in the order of their numbers; `slurm.SlurmRanks` are
     on others.
 
-    Everything they leave on disk is in one temporary folder. The nursery ends them and removes the
-    folder when the kernel closes them, and also when it dies.
+    The nursery ends them when the kernel closes them, and also when it dies. They leave no files.
 
     Args:
         count: how many.
-        environment: that they start with.
+        environment: what they start with.
 
     Attributes:
-        address: where they reach the kernel's stores.
+        address: where they reach the kernel.
         members: the `Rank`s.
         store: where the ranks of the present process group meet.
 
@@ -154,115 +113,120 @@ class Ranks:
         MeshError: they did not come up; nothing is left of them.
     """
 
+    address = "127.0.0.1"
+
     def __init__(self, count: int, environment: dict[str, str]):
-        self.address = loopback()
         self.members: list[Rank] = []
-        pairs = [(socket.socketpair(), socket.socketpair()) for _ in range(count)]
-        for task, control in pairs:
-            self.members.append(Rank(Connection(task[0].detach()), Connection(control[0].detach())))
-        theirs = [(task[1], control[1]) for task, control in pairs]
-        self._open(environment, theirs)
-        self._wait_until_up()
-
-    def _open(self, environment: dict[str, str], pairs=(), folder=None, end=()) -> None:
-        """Starts the nursery, and with it the ranks whose ends of the connections are given."""
-        self.store, self._fault = None, ""
-        self.directory = tempfile.mkdtemp(prefix="mesh-", dir=folder)
-        self._news, theirs = Pipe()
-        descriptors = [[end.fileno() for end in pair] for pair in pairs]
-        settings = {
-            "channel": theirs.fileno(),
-            "ranks": descriptors,
-            "fork": nursery.LINUX
-            and not on_trainium(),  # the vendor's runtime may start threads with torch
-            "directory": self.directory,
-            "end": list(end),
-        }
-        inherited = [theirs.fileno(), *(number for pair in descriptors for number in pair)]
-        with open(os.path.join(self.directory, "nursery.log"), "w") as log:
-            try:
-                self._process = subprocess.Popen(
-                    nursery.python("nursery", json.dumps(settings)),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=inherited,
-                    start_new_session=True,  # an interrupt is for the kernel
-                )
-            except OSError as error:
-                shutil.rmtree(self.directory)
-                raise MeshError(f"no process could be started for the ranks: {error}") from None
-        for end in (theirs, *(end for pair in pairs for end in pair)):
-            end.close()
-
-    def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
+        self.store = None
+        self._exits: dict[int, tuple[int, str]] = {}  # by process: its status, what C++ printed
+        self._process: subprocess.Popen | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._deadline = time.monotonic() + START_TIMEOUT
+        key = secrets.token_bytes(32)
         try:
-            while missing := [rank for rank, one in enumerate(self.members) if not one.place]:
-                self.pump(0.1)
-                dead = [rank for rank in missing if not self.members[rank].is_alive]
-                if dead:
-                    raise MeshError(self._failure(dead[0], self.cause_of_death(dead[0])))
-                if time.monotonic() > deadline:
-                    raise MeshError(self._failure(missing[0], f"not up in {START_TIMEOUT:.0f} s"))
+            with socket.create_server((self.address, 0), backlog=count) as server:
+                meeting = f"{self.address} {server.getsockname()[1]} {key.hex()}"
+                self._launch(count, environment | {nursery.MEETING: meeting})
+                self._accept(server, count, key)
         except BaseException:
             self.close()
             raise
+        self.members.sort(key=lambda one: [one.place[part] for part in ("node", "host", "pid")])
 
-    def _failure(self, rank: int, cause: str) -> str:
-        logs = sorted(Path(self.directory).glob("*.log"))
-        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
-        tail = "".join(f"\n  {line}" for line in lines[-10:])
-        return (
-            f"rank {rank} could not be started: "
-            f"{cause}{tail and '. The last lines of its log:'}{tail}"
-        )
+    def _launch(self, count: int, environment: dict[str, str]) -> None:
+        # The vendor's runtime may start threads with torch, which a fork would not have.
+        preload = nursery.PRELOAD if nursery.LINUX and not on_trainium() else ()
+        self._start(nursery.python("nursery", str(count), *preload), environment)
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Starts the process that ends the ranks once its input can be read or is closed."""
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, bufsize=0, start_new_session=True,  # Ctrl-C: the kernel's
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            )  # fmt: skip
+        except OSError as error:
+            raise MeshError(f"no process could be started for the ranks: {error}") from None
+
+    def _accept(self, server: socket.socket, count: int, key: bytes) -> None:
+        """Lets in as many processes as there are ranks, if they have the key."""
+        while len(self.members) < count:
+            self.pump(0)
+            trouble = self._trouble()
+            if not trouble and time.monotonic() > self._deadline:
+                trouble = f"{count - len(self.members)} not up in {START_TIMEOUT:.0f} s"
+            if trouble:
+                log = "".join(f"\n  {line}" for line in self._read_log().splitlines()[-10:])
+                log = log and f". The last lines of their log:{log}"
+                raise MeshError(f"the {count} ranks could not be started: {trouble}{log}")
+            if not select.select([server], [], [], 0.1)[0]:
+                continue
+            accepted, (address, _) = server.accept()
+            connection = Connection(accepted.detach())
+            limit(connection)
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+                self.members.append(Rank(connection, address))
+            except (AuthenticationError, EOFError, OSError):  # a stranger
+                connection.close()
+
+    def _trouble(self) -> str:
+        """Why ranks that are not up yet never will be; empty if they may."""
+        if self._process.stdout.closed:
+            return "the process that starts them has ended"
+        return "".join(describe_exit(*found) for found in list(self._exits.values())[:1])
+
+    def _read_log(self) -> str:
+        self._log.seek(0)
+        texts = [
+            self._log.read().decode(errors="replace"),
+            *(said for _, said in self._exits.values()),
+        ]
+        return "\n".join(texts)
 
     def pump(self, timeout: float) -> None:
-        """Takes in what the ranks and the nursery have sent, and waits for it at most `timeout`
-        seconds.
-        """
-        sources = {
-            one: rank
-            for rank in self.members
-            if rank.is_alive
-            for one in (rank.connection, rank.control)
-        }
-        watched = [*sources, *([] if self._news.closed else [self._news])]
-        for connection in wait(watched, timeout):
-            if connection is self._news:
-                self._hear()
-            else:
-                sources[connection].receive(connection)
+        """Takes in what has been sent, and waits for it at most `timeout` seconds."""
+        sources = {one.connection: one.receive for one in self.members if one.is_alive}
+        if not self._process.stdout.closed:
+            sources[self._process.stdout] = self._hear
+        for source in wait(list(sources), timeout):
+            sources[source]()
 
     def _hear(self) -> None:
-        """Takes in one message of the nursery. If it has died, so have the ranks."""
-        try:
-            rank, status = json.loads(self._news.recv_bytes())
-            if rank is None:
-                self._fault = status
-                return
-            one = self.members[rank]
-            while one.is_alive and one.connection.poll():  # what it still sent
-                one.receive(one.connection)
-            one.status = status
-        except (EOFError, OSError):
-            self._news.close()
+        """Takes in one message of the nursery. When it dies, its ranks die with it."""
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.stdout.close()
             for one in self.members:
                 one.lose()
+            return
+        pid, *found = json.loads(line)
+        self._exits[pid] = tuple(found)
+        for one in self.members:
+            if one.place["pid"] == pid:  # a process that it forked may hold its connection open
+                while one.is_alive and one.connection.poll():
+                    one.receive()
+                one.lose()
 
-    def ask(self, do: str, ranks: list[int], **details) -> dict[int, dict]:
-        """Asks ranks something while their tasks run; the answers of those that do answer."""
-        for rank in ranks:
-            self.members[rank].ask(do, **details)
+    def ask_where(self, ranks: list[int]) -> dict[int, dict]:
+        """What ranks run at this moment, as `reports.describe_thread` has it."""
+        asked = {rank: self.members[rank] for rank in ranks}
+        for one in asked.values():
+            one.send("where")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and any(
-            self.members[rank].is_alive and self.members[rank].answer is None for rank in ranks
+            one.is_alive and one.answer is None for one in asked.values()
         ):
             self.pump(0.05)
-        answers = {rank: self.members[rank].answer for rank in ranks}
-        return {rank: answer for rank, answer in answers.items() if answer is not None}
+        return {rank: one.answer for rank, one in asked.items() if one.answer is not None}
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a signal has suspended the process of a rank."""
+        try:
+            return psutil.Process(self.members[rank].place["pid"]).status() == "stopped"
+        except psutil.NoSuchProcess:
+            return False
 
     def kill(self, rank: int) -> None:
         """Ends a rank at once."""
@@ -271,51 +235,50 @@ class Ranks:
 
     def cause_of_death(self, rank: int) -> str:
         """Why the process of a rank has ended."""
-        one = self.members[rank]
-        deadline = time.monotonic() + PATIENCE
-        while isinstance(one.status, str) and not self._news.closed and time.monotonic() < deadline:
+        pid, deadline = self.members[rank].place["pid"], time.monotonic() + PATIENCE
+        while pid not in self._exits and time.monotonic() < deadline:
+            if self._process.stdout.closed:
+                return "the process that holds the ranks together is gone"
             self.pump(0.05)
-        if isinstance(one.status, str):
-            return (
-                f"the process that holds the ranks together is "
-                f"gone{self._fault and ': '}{self._fault}"
-            )
-        if one.status >= 0:
-            return f"the process exited with status {one.status}"
-        name = signal.Signals(-one.status).name
-        if -one.status == signal.SIGKILL:
-            return f"the process was killed by {name}: the usual reason is that memory ran out"
-        said = self._last_words(one)
-        if sizes := re.search(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)", said):
-            return (
-                f"gloo ended the process ({name}), as {sizes[1]} bytes arrived where {sizes[2]} "
-                f"were "
-                "expected: the ranks gave a collective tensors of different sizes"
-            )
-        return f"the process was killed by {name}" + (f": {said}" if said else "")
-
-    def _last_words(self, one: Rank) -> str:
-        """What C++ printed when it gave up, if it did."""
-        log = Path(self.directory, f"{one.place['pid']}.log") if one.place else None
-        if log is None or not log.exists():
-            return ""
-        return "".join(re.findall(r"what\(\):\s+(.*)", log.read_text(errors="replace"))[-1:])
+        return describe_exit(*self._exits.get(pid, (None, "")))
 
     def close(self) -> None:
         """Ends all of it and returns when it is gone."""
         for one in self.members:
             one.connection.close()
-            one.control.close()
-        self._news.close()
+        self._log.close()
+        if self._process is None:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            pipe.close()
         try:
             self._process.wait(CLOSING)
         except subprocess.TimeoutExpired:  # it was stopped, say
-            below = psutil.Process(self._process.pid).children(recursive=True)
-            for process in (psutil.Process(self._process.pid), *below):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def describe_exit(status: int | None, said: str) -> str:
+    """Why a process ended.
+
+    Args:
+        status: its exit status, or a signal's number below 0.
+        said: what it has printed outside of Python.
+    """
+    if status is None:
+        return "the process has closed its connection"
+    if status >= 0:
+        return f"the process exited with status {status}"
+    name = signal.Signals(-status).name
+    if -status == signal.SIGKILL:
+        return f"the process was killed by {name}: the usual reason is that memory ran out"
+    last = "".join(re.findall(r"what\(\):\s+(.*)", said)[-1:])
+    if sizes := re.search(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)", last):
+        return (
+            f"gloo ended the process ({name}), as {sizes[1]} bytes arrived where {sizes[2]} were "
+            "expected: the ranks gave a collective tensors of different sizes"
+        )
+    return f"the process was killed by {name}" + (f": {last}" if last else "")
 
 
 def limit(connection: Connection) -> None:
