@@ -215,12 +215,13 @@ def stopped_with_a_collective_pending():
 
 
 def a_graph_that_does_not_compile():
+    from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
+
     torch_xla, xm, _ = _xla()
     x = torch.ones(2).to("xla")
 
-    # Of a list: XLA has no such thing.
-    parts = xm.reduce_scatter("sum", [x, x + 1], 1.0, 0, 2, pin_layout=False)
-    with pytest.raises(Exception, match="reduce_scatter"):
+    parts = stablehlo_custom_call((x,), "no_such_target", [[2]], [torch.float32])
+    with pytest.raises(Exception, match="custom-call"):
         torch_xla.sync()
     del parts
     total = _sum(xm, x)
