@@ -130,7 +130,7 @@ def _from_json(entry: dict, tp: int) -> Layout:
 
 
 def check_mesh(mesh: dict) -> None:
-    """Raises ValueError or KeyError unless these are the sizes of a mesh without pipeline stages."""
+    """Raises ValueError or KeyError unless these are sizes of a mesh without pipeline stages."""
     for axis, size in {"tp": mesh["tp"], "pp": mesh["pp"], **mesh}.items():
         if type(size) is not int or not 1 <= size <= (1 if axis == "pp" else RANKS):
             raise ValueError(f"a mesh here cannot have {axis} {size!r}")

@@ -7,8 +7,8 @@ import torch
 
 from . import comm, parallel_state
 
-# What travels in one collective, in 10⁶ bytes. On the host a bucket should fit the cache, and larger
-# tensors travel without a copy; on a device a collective has to be large to be fast.
+# What travels in one collective, in 10⁶ bytes. On the host a bucket should fit the cache, and
+# larger tensors travel without a copy; on a device a collective has to be large to be fast.
 BUCKET_CAP_MB = 130.0
 HOST_BUCKET_CAP_MB = 1.0
 _host_kinds = {"cpu"}

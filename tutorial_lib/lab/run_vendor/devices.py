@@ -117,6 +117,7 @@ def _traced_all_gather(original, tensors, tensor, group=None, async_op=False):
     gathered = xm.all_gather(tensor[None], groups=mesh_of(group), pin_layout=False)
     for destination, part in zip(tensors, gathered, strict=True):
         destination.copy_(part)
+    return None
 
 
 def _moved(module: torch.nn.Module, *args, own=torch.nn.Module.to, **options) -> torch.nn.Module:
