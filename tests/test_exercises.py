@@ -272,7 +272,7 @@ def test_right_answers_pass_and_wrong_ones_get_their_reason(name, exercise, rank
         found = verdicts(*arguments)
     for (source, words), verdict in zip(answers, found):
         assert words in verdict, f"{source}\n{verdict}"
-        assert ("correct" in verdict) == (words == "correct"), source
+        assert (verdict == "correct") == (words == "correct"), source
     counts = [words == "correct" for _, words in case["answers"]]
     assert counts.count(True) >= 2 and counts.count(False) >= 4
 
