@@ -6,6 +6,7 @@ What is there already is verified and kept; what a changed parameter concerns is
 import argparse
 import dataclasses
 import logging
+import os
 from pathlib import Path
 
 from data_scripts.bert_shards import BertOptions, prepare_bert
@@ -32,7 +33,7 @@ def prepare(
     tokenizer: Path | str | None = None,
     vocab_size: int | None = None,
     workers: int | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **options,
 ) -> Stage:
     """Make a data set, or find it complete.
@@ -47,7 +48,7 @@ def prepare(
             `vocab.json` and `merges.txt` (`megatron`); default one that is trained on the dump.
         vocab_size: exact size of the vocabulary; default 8192 when trained, any when given.
         workers: processes; default one a core. They do not change a byte.
-        progress: show bars.
+        progress: show bars; by default unless IPP_NONINTERACTIVE=1 says that no reader waits.
         **options: fields of the format's options.
 
     Returns:
@@ -67,6 +68,8 @@ def prepare(
     if unknown := sorted(options.keys() - fields):
         raise ValueError(f"format {format!r} has no option {', '.join(unknown)}")
     settings = options_class(**options)  # checked before the first stage runs
+    if progress is None:
+        progress = os.environ.get("IPP_NONINTERACTIVE", "") in ("", "0")
     data_dir = DATA_DIR if data_dir is None else Path(data_dir)
     tokenizer = None if tokenizer is None else Path(tokenizer)
     corpus = prepare_corpus(data_dir, dump, workers=workers, progress=progress)

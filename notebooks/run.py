@@ -155,7 +155,7 @@ def tutorials(notebooks: list[Path], parameters: dict[str, object]) -> bool:
 
 def page_of(notebook: Path) -> str:
     """An executed notebook as a page: `%%px` cells are coloured as Python, which nbconvert leaves
-    black, and pictures get the descriptions that their cells gave them.
+    black, folded cells show their outputs only, and pictures get the descriptions of their cells.
     """
     as_python = Highlight2HTML(pygments_lexer="ipython3")
 
@@ -165,10 +165,14 @@ def page_of(notebook: Path) -> str:
         return as_python("#" + source, language, metadata).replace("#%%px", "%%px", 1)
 
     exporter = HTMLExporter(template_name="lab", filters={"highlight_code": highlight})
-    page, _ = exporter.from_filename(str(notebook))
+    nb = nbformat.read(notebook, 4)
+    for cell in nb.cells:
+        if cell.metadata.get("jupyter", {}).get("source_hidden"):
+            cell.metadata.transient = {"remove_source": True}
+    page, _ = exporter.from_notebook_node(nb, {"metadata": {"name": notebook.stem}})
     descriptions = [
         output.metadata.get("image/png", {}).get("alt", "")
-        for cell in nbformat.read(notebook, 4).cells
+        for cell in nb.cells
         for output in cell.get("outputs", [])
         if "image/png" in output.get("data", {})
     ]
@@ -184,7 +188,7 @@ def students(notebooks: list[Path]) -> bool:
     for notebook in notebooks:
         copy = STUDENTS / notebook.name
         nbformat.write(for_students(nbformat.read(notebook, 4)), copy)
-        print(copy.relative_to(ROOT))
+        print(os.path.relpath(copy))
     return True
 
 

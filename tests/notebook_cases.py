@@ -1,4 +1,4 @@
-"""For each notebook: parameters that are tried, good and bad, and mistakes that its checks see."""
+"""For each notebook: parameters that are tried, good and bad."""
 
 PARAMETER_SETS = {
     "00_meet_the_mesh": [
@@ -150,28 +150,4 @@ QUICK = {
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 2, "batch_size": 1},
     "07_plan_a_real_run": {"world_size": 2, "batch_size": 1, "seq_length": 32},
     "08_bug_hunt": {"steps": 2, "timeout": 5},
-}
-
-# What somebody wrote into the exercises' cells, and what the checks should say to it.
-MISTAKES = {
-    "01_developer_guide": {
-        "bias": ("output_feature = 410", "off by 300, because each rank added the bias"),
-        "feed_forward": (
-            "%%px\n"
-            "def cut_feed_forward(layer, config):\n"
-            "    H, F = config.hidden_size, "
-            "config.intermediate_size\n"
-            "    layer.intermediate.dense = "
-            "ColumnParallelLinear(H, F, gather_output=False)\n"
-            "    layer.output.dense = RowParallelLinear(F, H)",
-            "ValueError",
-        ),
-    },
-    "02_bert_tensor_parallel": {
-        "heads": ("sizes = [1, 2, 4, 8, 16, 32]", "because 32 ranks cannot share 16 heads"),
-        "batches": (
-            "sequences, micro_batches = 131072, 256",
-            "because ranks that share a model see the same",
-        ),
-    },
 }

@@ -1,10 +1,11 @@
 """The command that executes notebooks: what it reports, and that a failure is one."""
 
 import json
+import re
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from notebooks import run
 
@@ -91,3 +92,26 @@ def test_values_of_parameters():
         "a/b",
         "2",
     ]
+
+
+def test_a_page_colours_px_cells_describes_pictures_and_folds_what_is_folded(tmp_path):
+    picture = new_output(
+        "display_data", {"image/png": "aGk="}, metadata={"image/png": {"alt": "A"}}
+    )
+    cells = [
+        new_code_cell("%%px\nimport os", outputs=[picture]),
+        new_code_cell("secret = 3", metadata={"jupyter": {"source_hidden": True}}),
+    ]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "one.ipynb")
+    page = run.page_of(tmp_path / "one.ipynb")
+    assert re.search(r"%%px</span>\s*<span class=\"kn\">import</span>", page)
+    assert 'alt="A"' in page and "secret" not in page
+
+
+def test_copies_for_students(folder, monkeypatch, capsys):
+    monkeypatch.setattr(run, "STUDENTS", folder / "students")
+    (folder / "figures").mkdir()
+    (folder / "figures" / "one.svg").write_text("<svg/>")
+    assert run.main(["students", "00"]) == 0
+    copies = sorted(path.name for path in run.STUDENTS.rglob("*.*"))
+    assert copies == ["00_well.ipynb", "one.svg"]

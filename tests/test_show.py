@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tutorial_lib.lab import show
-from tutorial_lib.lab.show.exercises import verdict
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.parallel_layers.recording import bytes_sent
 
@@ -133,44 +132,6 @@ def test_claims_that_fail(tmp_path, measured, expected, options):
 def test_claims_that_make_no_sense(tmp_path, options):
     with pytest.raises(ValueError, match="relation"):
         show.Claims(tmp_path, {}).add("it", 1, 1, **options)
-
-
-def test_exercise_verdicts_on_one_answer():
-    assert verdict(None, 3) == "not attempted"
-    assert verdict(3, 3) == verdict("dp", "dp") == verdict([1, 5], [1, 5]) == "correct"
-    assert verdict("tp", "dp") == "'tp' instead of 'dp'"
-    assert verdict([1, 6], [1, 5]) == "off by 1"
-    assert verdict([5, 1], [1, 5]) == "the right numbers in another order"
-    assert verdict([None, None], [1, 5]) == "not attempted"
-    assert verdict([1, None], [1, 5]) == "a part of the answer is missing"
-    rows = {"that is the row": [4, 5, 6, 7]}
-    assert (
-        verdict([4, 5, 6, 7], [1, 5], mistakes=rows)
-        == "shape (4,) instead of (2,), because that is the row"
-    )
-
-
-def test_exercise_verdicts_by_rank():
-    ones = [torch.ones(2)] * 4
-
-    def judge(found, expected=ones, **options):
-        return verdict(found, expected, by_rank=True, **options)
-
-    assert judge([None] * 4) == "not attempted"
-    assert judge(ones) == judge([torch.ones(2) + 1e-7] * 4, tolerance=1e-6) == "correct"
-    wrong = [*ones[:2], torch.full((2,), 3.0), torch.ones(2)]
-    assert judge(wrong) == "off by 2 on rank 2"
-    halves = [torch.full((2,), 0.5)] * 4
-    assert judge(wrong, mistakes={"it is halved": halves}) == "off by 2 on rank 2"
-    assert (
-        judge(halves, mistakes={"it is halved": halves})
-        == "off by 0.5 on rank 0, because it is halved"
-    )
-    assert judge([torch.ones(3)] * 4) == "shape (3,) instead of (2,) on rank 0"
-    assert judge([*ones[:3], None]) == "nothing returned on rank 3"
-    assert judge([torch.ones(2)] * 3) == "3 answers for 4 ranks"
-    assert judge([torch.full((2,), float("nan"))] * 4) != "correct"
-    assert judge([[0, 1]] * 2, [[0, 1], [2, 3]]) == "off by 2 on rank 1"
 
 
 class Base:

@@ -38,7 +38,7 @@ class Attempts:
     def note(self, result) -> None:
         """Takes in what IPython reports after a cell."""
         error = result.error_before_exec or result.error_in_exec
-        shown = f"{type(error).__name__}: {error}" if error is not None else ""
+        shown = f"{type(error).__name__}: {error}".splitlines()[0] if error is not None else ""
         self.runs.append(Run(result.info.raw_cell, getattr(result.info, "cell_id", None), shown))
 
     def obstacle(self, name: str) -> str | None:

@@ -81,9 +81,10 @@ def judge(
     found = [_result(answer, exercise, trial) for trial in trials]
     right = [_result(exercise.right, exercise, trial) for trial in trials]
     faults = [_fault(*pair, exercise.tolerance) for pair in zip(found, right)]
-    first = next((trial for trial, fault in enumerate(faults) if fault is not None), None)
-    shown = None if first is None else (first, faults[first], _short(found[first]))
-    verdicts = of_all(shown)
+    pairs = zip(trials, found, faults)
+    verdicts = of_all(
+        next((_verdict(name, *pair, exercise) for pair in pairs if pair[2] is not None), "")
+    )
     if not any(verdicts):
         return CORRECT
     for reason, wrong in exercise.wrong.items():
@@ -93,12 +94,16 @@ def judge(
         ]
         if all(of_all(all(same))):
             return f"not yet: {reason}"
-    rank, (trial, fault, result) = next(pair for pair in enumerate(verdicts) if pair[1])
+    rank, verdict = next(pair for pair in enumerate(verdicts) if pair[1])
+    return f"{verdict} (on rank {rank})" if len(verdicts) > 1 else verdict
+
+
+def _verdict(name: str, trial: tuple, result: Any, fault: str, exercise: Exercise) -> str:
+    """What is wrong in a trial."""
     if exercise.inputs is None:
         return f"not yet: {fault}" if fault else "not yet"
-    where = f" on rank {rank}" if len(verdicts) > 1 else ""
-    given = ", ".join(_short(argument) for argument in trials[trial])
-    return f"not yet: {name}({given}) gave {result}{where}{fault and ': '}{fault}"
+    given = ", ".join(map(_short, trial))
+    return f"not yet: {name}({given}) gave {_short(result)}{fault and ': '}{fault}"
 
 
 def _result(answer: Any, exercise: Exercise, trial: tuple) -> Any:

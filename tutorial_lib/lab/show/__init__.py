@@ -4,7 +4,7 @@ All of it runs in the notebook's own process, on values that the ranks have sent
 """
 
 from .claims import ClaimError, Claims
-from .exercises import check, check_answer
+from .exercises import check_answer
 from .pictures import bars, curves, growth, mesh_grid, slices, stacked, strips
 from .predict import predict
 from .source import source
@@ -12,7 +12,7 @@ from .tables import Table, by_rank, compare, size, table
 from .timeline import timeline
 
 __all__ = [
-    "ClaimError", "Claims", "Table", "bars", "by_rank", "check", "check_answer", "compare",
+    "ClaimError", "Claims", "Table", "bars", "by_rank", "check_answer", "compare",
     "curves", "growth", "mesh_grid", "predict", "size", "slices", "source", "stacked", "strips",
     "table", "timeline",
 ]  # fmt: skip
