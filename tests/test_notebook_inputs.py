@@ -109,7 +109,7 @@ def test_words_of_papermill_for_a_switch(word, value):
         with pytest.raises(ValueError, match="shard_mlp .* is not True or False"):
             notebook.check(shard_mlp=_resolve_type(word))
     else:
-        assert notebook.check(shard_mlp=_resolve_type(word))["cut"]["shard_mlp"] is value
+        assert notebook.check(shard_mlp=_resolve_type(word))["shard_mlp"] is value
 
 
 def test_an_integer_for_a_fraction_becomes_one():
