@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two files at a time: most of their time a test's processes start, or wait for one another.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: help environment tutorials test test-full test-grid lab notebooks check instance clean
 
@@ -30,15 +32,15 @@ tutorials: $(READY)            ## every notebook, executed into build/executed/ 
 	$(BIN)/python -m notebooks.run tutorials
 
 test: $(READY)                 ## what a user runs: unit and multi-rank tests, every notebook once
-	$(BIN)/python -m pytest -m "not slow and not grid" tests
-	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
+	$(PYTEST) -m "not slow and not grid" tests
+	IPP_NONINTERACTIVE=1 $(PYTEST) --nbmake --nbmake-timeout=180 notebooks
 
 test-full: $(READY)            ## the whole: what `make test` does, then the slower rest
-	$(BIN)/python -m pytest -m "not grid" tests
-	IPP_NONINTERACTIVE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 notebooks
+	$(PYTEST) -m "not grid" tests
+	IPP_NONINTERACTIVE=1 $(PYTEST) --nbmake --nbmake-timeout=180 notebooks
 
 test-grid: $(READY)            ## every combination of the models, more notebooks, a hundred kills
-	$(BIN)/python -m pytest -m grid tests
+	$(PYTEST) -m grid tests
 
 check: $(READY)                ## the layout of the code, and the rules that pyproject.toml names
 	$(BIN)/ruff format --check .
