@@ -108,8 +108,6 @@ def rank_environment(
         environment["PJRT_DEVICE"] = "CPU"
         # Each process is a world of one to torch-xla, which would drop its collectives.
         environment["XLA_ALWAYS_ALLREDUCE"] = "1"
-        level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")  # errors alone
-        environment["TF_CPP_MIN_LOG_LEVEL"] = level
     return environment
 
 

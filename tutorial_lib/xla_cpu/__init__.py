@@ -25,6 +25,8 @@ import os
 import torch.distributed as dist
 
 NARROW = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # torch-xla then stores float32 as bfloat16
+# Errors alone; torch-xla reads it when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 _boundary = None
 
 

@@ -29,7 +29,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tutorial_lib import backends
-from tutorial_lib.lab.mesh import magics, worker
+from tutorial_lib.lab.mesh import magics, nursery, worker
 from tutorial_lib.lab.mesh.failures import MeshError, MeshInterrupted, RankError, describe_failure
 from tutorial_lib.lab.mesh.output import LiveOutput
 from tutorial_lib.lab.mesh.ranks import Ranks
@@ -138,7 +138,8 @@ class Mesh:
         environment |= {"OMP_NUM_THREADS": str(self.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         try:
             if self.launcher == "local":
-                self._ranks = Ranks(self.world_size, environment)
+                preload = nursery.PRELOAD_XLA if self.backend == "xla" else nursery.PRELOAD
+                self._ranks = Ranks(self.world_size, environment, preload)
             else:
                 options = (self.nodes, self.threads, self.slurm_options)
                 self._ranks = SlurmRanks(self.world_size, environment, *options)

@@ -29,6 +29,7 @@ SETTLE = 2.0  # seconds that processes get to end by themselves
 TICK = 0.05  # seconds between looks at the ranks
 LINUX = sys.platform == "linux"
 PRELOAD = ("torch.distributed", "tutorial_lib.parallel_layers.parallel_state")
+PRELOAD_XLA = (*PRELOAD, "tutorial_lib.xla_cpu.step")
 LONGEST_LOG = 20_000  # characters of what a rank has printed outside of Python
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # The ranks import what the kernel would, wherever the notebook's folder is: a `random.py` there

@@ -103,6 +103,7 @@ class Ranks:
     Args:
         count: how many.
         environment: what they start with.
+        preload: modules that their parent imports once for all of them.
 
     Attributes:
         address: where they reach the kernel.
@@ -115,8 +116,9 @@ class Ranks:
 
     address = "127.0.0.1"
 
-    def __init__(self, count: int, environment: dict[str, str]):
+    def __init__(self, count: int, environment: dict[str, str], preload: tuple[str, ...] = ()):
         self.members: list[Rank] = []
+        self._preload = preload
         self.store = None
         self._exits: dict[int, tuple[int, str]] = {}  # by process: its status, what C++ printed
         self._process: subprocess.Popen | None = None
@@ -135,7 +137,7 @@ class Ranks:
 
     def _launch(self, count: int, environment: dict[str, str]) -> None:
         # The vendor's runtime may start threads with torch, which a fork would not have.
-        preload = nursery.PRELOAD if nursery.LINUX and not on_trainium() else ()
+        preload = self._preload if nursery.LINUX and not on_trainium() else ()
         self._start(nursery.python("nursery", str(count), *preload), environment)
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
