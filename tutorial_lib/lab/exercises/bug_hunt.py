@@ -158,7 +158,7 @@ def hunt_5(namespace: Mapping) -> Exercise:
     wrong = {
         "nothing is clipped before the step": order("sum", "average"),
         "the norms' shares are no longer summed": order("average", "clip"),
-        "the norms' shares are summed behind the clipping": order("average", "clip", "sum"),
+        "the norms' shares are summed after the clipping": order("average", "clip", "sum"),
         "the replicas are no longer averaged": order("sum", "clip"),
         "PyTorch's own norm is of one rank's shards": order("sum", "average", "PyTorch's"),
     }
