@@ -120,8 +120,12 @@ def test_an_error_is_an_attempt_and_is_shown():
     def f(x):
         return x + y  # noqa: F821
 
+    def g(x):
+        return torch.stack(x)
+
     found = judge_here({"f": f}, ["f"], TWICE)
     assert found.startswith("your code failed: NameError: name 'y' is not defined (at: return x")
+    assert judge_here({"g": g}, ["g"], TWICE).endswith("(at: return torch.stack(x))")
     assert judge_here({}, ["f"], TWICE) == "f is not defined: run its cell"
 
 

@@ -72,9 +72,9 @@ def size_of_group() -> int:
 def feed_forward(namespace) -> Exercise:
     """`shard_feed_forward(layer, config)`."""
 
-    def variant(first, second, gather=False, parallel=True):
+    def variant(first, second, gather=False, parallel=True, parts=1):
         def answer(layer, config):
-            hidden, features = config.hidden_size, config.intermediate_size
+            hidden, features = config.hidden_size, config.intermediate_size // parts
             if first:
                 layer.intermediate.dense = first(hidden, features, gather)
             if second:
@@ -115,12 +115,14 @@ def feed_forward(namespace) -> Exercise:
         )
         return shapes | {
             "the collectives of the forward pass": [one.kind for one in log],
+            "a bias is missing": None in (first.bias, second.bias),
             "the distance from one process": (y - plain).abs().max(),
         }
 
     return Exercise(
         right=variant(column, row),
         wrong={
+            "each layer divides the sizes itself": variant(column, row, parts=size_of_group()),
             "intermediate.dense is still whole": variant(None, row, parallel=False),
             "output.dense is still whole, and takes all features": variant(
                 all_columns, None, gather=True
@@ -131,7 +133,7 @@ def feed_forward(namespace) -> Exercise:
             "the second matrix is sharded by outputs: its input has to be gathered": variant(
                 all_columns, all_columns
             ),
-            "a row layer first and a column layer behind it reduce and gather": variant(
+            "a row layer first and a column layer after it reduce and gather": variant(
                 lambda inputs, outputs, _: row(inputs, outputs, False), all_columns
             ),
         },
@@ -142,12 +144,12 @@ def feed_forward(namespace) -> Exercise:
 
 def _whole(layer: nn.Module, inputs: int, outputs: int) -> list[torch.Tensor]:
     """Weight and bias of a layer, gathered if they are sharded."""
-    weight, bias = layer.weight.detach(), layer.bias.detach()
+    weight, bias = layer.weight.detach(), layer.bias
     if weight.size(1) < inputs:
         weight = comm.all_gather(weight, 1)
     elif weight.size(0) < outputs:
         weight = comm.all_gather(weight, 0)
-    return [weight, bias if bias.size(0) == outputs else comm.all_gather(bias)]
+    return [weight, bias if bias is None or bias.size(0) == outputs else comm.all_gather(bias)]
 
 
 def norm(namespace) -> Exercise:

@@ -30,7 +30,8 @@ class Exercise:
             on all inputs gets its reason.
         inputs: the arguments of each trial; None if the answer is a value.
         use: calls an answer with the arguments of a trial and returns what is compared: numbers,
-            tensors, or lists and dictionaries of them.
+            tensors, or lists and dictionaries of them. A key whose right value is False names a
+            fault.
         tolerance: largest difference of two elements, relative to the larger one if above 1.
     """
 
@@ -102,8 +103,10 @@ def _verdict(name: str, trial: tuple, result: Any, fault: str, exercise: Exercis
     """What is wrong in a trial."""
     if exercise.inputs is None:
         return f"not yet: {fault}" if fault else "not yet"
-    given = ", ".join(map(_short, trial))
-    return f"not yet: {name}({given}) gave {_short(result)}{fault and ': '}{fault}"
+    call = f"{name}({', '.join(map(_short, trial))})"
+    if isinstance(result, Mapping) and fault:  # which names the entry
+        return f"not yet: {call}: {fault}"
+    return f"not yet: {call} gave {_short(result)}{fault and ': '}{fault}"
 
 
 def _result(answer: Any, exercise: Exercise, trial: tuple) -> Any:
@@ -146,9 +149,11 @@ def _fault(found: Any, right: Any, tolerance: float) -> str | None:
     if isinstance(right, Mapping):
         if not isinstance(found, Mapping) or found.keys() != right.keys():
             return "it has to be a dictionary with the keys " + ", ".join(map(str, right))
-        faults = {key: _fault(found[key], right[key], tolerance) for key in right}
-        wrong = {key: fault for key, fault in faults.items() if fault is not None}
-        return next((f"{key}: {fault or 'not right'}" for key, fault in wrong.items()), None)
+        for key, wanted in right.items():
+            fault = _fault(found[key], wanted, tolerance)
+            if fault is not None:
+                return key if wanted is False else f"{key}: {fault or 'not right'}"
+        return None
     if isinstance(right, (list, tuple)):
         return _fault_of_list(found, right, tolerance)
     if isinstance(right, torch.Tensor):

@@ -56,20 +56,20 @@ def _backward(model, loss_of, micro_batches, group, divide=True, clear=False, ea
             _reduce(model, group)
 
 
-def _reduce(model, group, mean=True):
+def _reduce(model, group, size=None):
     for parameter in model.parameters():
         total = comm.all_reduce("sum", parameter.grad, group)
-        parameter.grad = total / dist.get_world_size(group) if mean else total
+        parameter.grad = total / (size or dist.get_world_size(group))
 
 
 def accumulate(namespace) -> Exercise:
     """`accumulate(model, loss_of, micro_batches, group)`."""
 
-    def variant(reduce=True, mean=True, **switches):
+    def variant(reduce=True, size=None, **switches):
         def answer(model, loss_of, micro_batches, group):
             _backward(model, loss_of, micro_batches, group, **switches)
             if reduce:
-                _reduce(model, group, mean)
+                _reduce(model, group, size)
 
         return answer
 
@@ -90,22 +90,21 @@ def accumulate(namespace) -> Exercise:
 
         with comm.record() as log:
             answer(model, loss_of, list(data.to(device)), group)
-        least = 2 * (size - 1) / size * sum(4 * p.numel() for p in model.parameters())
+        most = 1.01 * 2 * (size - 1) / size * sum(4 * p.numel() for p in model.parameters())
         found = {
             f"gradient of the {name}": parameter.grad
             for name, parameter in model.named_parameters()
         }
-        return found | {"reduced once": sum(one.bytes_sent for one in log) <= 1.01 * least}
+        return found | {"more than one all-reduce": sum(one.bytes_sent for one in log) > most}
 
     return Exercise(
         right=variant(),
         wrong={
-            "nothing is communicated: each rank has the gradient of its own data": variant(
-                reduce=False
-            ),
-            "the ranks' gradients are added up; the loss is a mean": variant(mean=False),
+            "each rank still has the gradient of its own data alone": variant(reduce=False),
+            "the ranks' gradients are added up; the loss is a mean": variant(size=1),
+            "divide by the group's size, not the world's": variant(size=dist.get_world_size()),
             "divide each loss by the number of micro-batches: .grad adds up": variant(divide=False),
-            "clearing .grad between micro-batches leaves the last one's alone": variant(clear=True),
+            "only the last micro-batch counts; .grad adds up all": variant(clear=True),
             "the gradient is right, but one reduction a step is enough": variant(
                 reduce=False, each=True
             ),

@@ -56,9 +56,8 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
     waits = []
     for ranks, first in _same(waiting, key=lambda r: (r["waited_in"], r["line"], r["tensor"])):
         of = f" of {first['tensor']}" if len(tensors) > 1 and first["tensor"] else ""
-        waits.append(
-            f"{name_ranks(ranks)} waited in {first['waited_in']}{of} (at: {first['line']})"
-        )
+        at = f" (at: {first['line']})" if first["line"] else ""  # a check waits outside of cells
+        waits.append(f"{name_ranks(ranks)} waited in {first['waited_in']}{of}{at}")
     if waits and not guilty:
         absent = (
             [f"{name_ranks(finished)} never arrived: the cell had ended there"] if finished else []

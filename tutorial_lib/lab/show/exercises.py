@@ -1,14 +1,17 @@
 """The check of an exercise: judges what its cell has left behind, here or on the ranks."""
 
+import os
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from IPython import get_ipython
 
 from tutorial_lib.lab.exercises.attempts import ATTEMPTS
 from tutorial_lib.lab.exercises.judge import Exercise, judge, named
 from tutorial_lib.lab.mesh import RankError
+from tutorial_lib.lab.mesh.reports import PACKAGE_DIR
 
 
 def check_answer(
@@ -55,5 +58,7 @@ def judge_here(namespace: Mapping[str, Any], names: list[str], exercise: Exercis
     try:
         return judge(names[0], answer[0] if len(answer) == 1 else answer, exercise)
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].line
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
+        library = PACKAGE_DIR, os.path.dirname(torch.__file__)
+        line = next((f for f in frames if not f.filename.startswith(library)), frames[0]).line
         return f"your code failed: {type(error).__name__}: {error} (at: {line})"

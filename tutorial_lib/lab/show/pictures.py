@@ -204,7 +204,7 @@ def strips(rows: Mapping[str, Sequence[tuple[int, int]]], title: str = "") -> Pi
 
 def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = "") -> Picture:
     """A bar of bytes for each row, its kinds side by side in one colour each; a line at `limit`."""
-    figure, (axes,) = _axes(0.9 + 0.36 * len(rows), title=title)
+    figure, (axes,) = _axes(1.1 + 0.36 * len(rows), title=title)
     kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
     left = [0.0] * len(rows)
     for index, kind in enumerate(kinds):
@@ -214,8 +214,8 @@ def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = 
     axes.axvline(limit, color=INK, lw=1.6)
     _count_bytes(axes.xaxis, max(limit, *left), 8)
     axes.invert_yaxis()
-    below = dict(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.4, -0.12))
-    axes.legend(frameon=False, fontsize=8, **below)
+    below = dict(ncols=len(kinds), loc="outside lower center")
+    figure.legend(frameon=False, fontsize=8, **below)
     sums = (f"{name} {size(sum(row.values()))}" for name, row in rows.items())
     return Picture(figure, f"Stacked bars of bytes: {', '.join(sums)}; the limit is {size(limit)}.")
 
