@@ -30,7 +30,27 @@ struct Memory : c10::Allocator {
 } memory;
 REGISTER_ALLOCATOR(kDevice, &memory);
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kDevice>);
+// One device with one stream, on which everything is done when it was asked for.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::Device device() const { return c10::Device(kDevice, 0); }
+  c10::Stream stream() const { return c10::Stream(c10::Stream::DEFAULT, device()); }
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return stream(); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const override { return stream(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void **, const c10::Stream &, const c10::DeviceIndex,
+              const c10::EventFlag) const override {}
+  void block(void *, const c10::Stream &) const override {}
+  bool queryEvent(void *) const override { return true; }
+  void destroyEvent(void *, const c10::DeviceIndex) const noexcept override {}
+  void synchronizeEvent(void *) const override {}
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -77,6 +97,9 @@ void on_host(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
+}
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
