@@ -5,8 +5,8 @@
 Layers and models compute in float64 on both; the table has the largest difference of losses,
 gradients and weights after a step, over the largest number. Recomputation is measured on 4 layers
 of Llama 2 7B in bfloat16, sequence 4096, batch 1, with attention written out and fused, beside
-Hugging Face's own model; on the CPU at a small size, which shows only that the code works. The
-models take turns; medians count. Saved bytes come from saved-tensor hooks, peaks from torch.
+Hugging Face's own model. The models take turns; medians count. Saved bytes come from saved-tensor
+hooks, peaks from torch. On a CPU add `--small`, which shows only that the code works.
 """
 
 import argparse
@@ -93,11 +93,10 @@ def differences(device: torch.device) -> list[dict]:
     return rows
 
 
-def checkpointing(backend: str, steps: int) -> list[dict]:
+def checkpointing(backend: str, steps: int, full: bool) -> list[dict]:
     """Milliseconds, saved and peak MiB of each way, a layer."""
-    full, module = backend != "cpu", getattr(torch, backend)
-    device, length = backends.get_device(backend), 4096 if full else 512
-    dtype = torch.bfloat16 if full else torch.float32
+    device, module = backends.get_device(backend), getattr(torch, backend)
+    length, dtype = (4096, torch.bfloat16) if full else (512, torch.float32)
     config = make_config(
         "full", num_hidden_layers=4, vocab_size=256, use_cache=False, **({} if full else SMALL)
     )
@@ -149,6 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--backend", default="auto", choices=("auto", *backends.EAGER))
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--small", action="store_true", help="not the size of Llama 2 7B")
     chosen = parser.parse_args(arguments)
     backend = backends.check_backend(chosen.backend)
     os.environ |= backends.rank_environment(backend, 0, 1, master_port=0)
@@ -156,7 +156,12 @@ def main(arguments: list[str] | None = None) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     print(f"{backend}, torch {torch.__version__}")
     print(table(differences(backends.get_device(backend)), "One step, here and on the CPU"))
-    print(table(checkpointing(backend, chosen.steps), "A layer of Llama 2, forward and backward"))
+    print(
+        table(
+            checkpointing(backend, chosen.steps, not chosen.small),
+            "A layer of Llama 2, forward and backward",
+        )
+    )
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -39,6 +39,7 @@ def register() -> None:
             get_rng_state=get_rng_state,
             set_rng_state=lambda state, device=None: note("set_rng_state"),
             manual_seed_all=lambda seed: note("manual_seed_all"),
+            get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
             _is_in_bad_fork=lambda: False,
         ),
     )

@@ -38,7 +38,8 @@ class Instance:
 
 
 def _trainium(name: str, chips: int, cores: int, memory: int, rates, network: float) -> Instance:
-    """By the vendor's descriptions of the architecture.
+    """By the vendor's pages on the architecture of these chips and instances
+    (awsdocs-neuron.readthedocs-hosted.com, about-neuron/arch/neuron-hardware).
 
     Args:
         cores: of a chip; from trn2 on logical ones, of two physical cores each.
