@@ -59,6 +59,8 @@ instance:                      ## into the active environment, which keeps its t
 	@$(PYTHON) -c "$(SUPPORTED)"
 	mkdir -p build
 	$(PYTHON) -m pip list --format freeze | grep -iE '^($(KEPT))' > build/kept.txt || true
+	# It needs numpy 2 and does not say so: the compiler of an instance keeps numpy at 1.26.
+	if grep -q '^numpy==1' build/kept.txt; then echo 'pyarrow<26' >> build/kept.txt; fi
 	$(PYTHON) -m pip install --constraint build/kept.txt --editable .
 	$(PYTHON) -m data_scripts.dump
 

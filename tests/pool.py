@@ -19,7 +19,7 @@ from multiprocessing.util import get_temp_dir
 import pytest
 from torch.distributed import TCPStore
 
-from tutorial_lib.backends import rank_environment
+from tutorial_lib.backends import init_distributed, rank_environment
 
 needs_xla = pytest.mark.skipif(
     None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"
@@ -143,19 +143,13 @@ def _serve(connection: Connection, backend: str, port: int, environment: dict[st
     # Loader workers start as in any process: not from a forkserver.
     multiprocessing.set_start_method(None, force=True)
     import torch
-    import torch.distributed as dist
 
     from tutorial_lib.parallel_layers import parallel_state
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    limit = timedelta(seconds=30)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    if backend == "xla":
-        from tutorial_lib import xla_cpu
-
-        xla_cpu.start()
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    init_distributed(backend, 30, store)
     connection.send_bytes(b"ready")
     while True:
         try:

@@ -97,7 +97,7 @@ def test_the_published_runs(name):
     "call, message",
     [
         (lambda: dry_run(SMALL["bert"], 4), r"rank 4 is not in \[0, 4\)"),
-        (lambda: dry_run(SMALL["bert"], 0, "tpu"), "'tpu' is not one of cpu, cuda, xla"),
+        (lambda: dry_run(SMALL["bert"], 0, "tpu"), "'tpu' is not one of cpu, cuda, neuron, xla"),
         (lambda: SMALL["bert"].change(tp=3), "4 is not divisible by 3"),
         (lambda: SMALL["bert"].change(dp=0), "dp is 0, must be a positive integer"),
         (lambda: SMALL["bert"].change(dtype=torch.int8), "torch.int8"),

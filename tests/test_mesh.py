@@ -47,7 +47,7 @@ STALE = {
         ({"world_size": 2, "timeout": 0}, ["timeout 0"]),
         ({"world_size": 2, "timeout": float("inf")}, ["timeout inf"]),
         ({"world_size": 2, "timeout": "20"}, ["timeout '20'"]),
-        ({"world_size": 2, "backend": "tpu"}, ["'tpu'", "cpu, cuda, xla"]),
+        ({"world_size": 2, "backend": "tpu"}, ["'tpu'", "auto, cpu, cuda, neuron, xla"]),
         ({"world_size": 4, "launcher": "pbs"}, ["'pbs'", "local, slurm"]),
         ({"world_size": 4, "nodes": 2}, ["nodes 2", "slurm"]),
         ({"world_size": 4, "slurm_options": "--exclusive"}, ["'--exclusive'", "slurm"]),

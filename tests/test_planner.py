@@ -34,6 +34,23 @@ ANY = Instance("any", 64, *[1e12] * 5)
 
 
 @pytest.mark.parametrize(
+    "name, tera, tera_float32, gibibytes, terabytes",
+    [
+        ("trn1.32xlarge", 3040, 760, 512, 13.12),
+        ("trn2.48xlarge", 10700, 2900, 1536, 46.4),
+        ("trn3-gen1", 42944 / 4, 11712 / 4, 9216 / 4, 313.6 / 4),  # of its UltraServer
+        ("trn3-gen2", 96624 / 36, 26352 / 36, 20736 / 36, 705.6 / 36),
+    ],
+)
+def test_cores_add_up_to_the_published_instance(name, tera, tera_float32, gibibytes, terabytes):
+    one = INSTANCES[name]
+    rates = one.half_operations, one.single_operations, one.memory_bandwidth
+    published = pytest.approx([tera * 1e12, tera_float32 * 1e12, terabytes * 1e12], rel=5e-3)
+    assert [rate * one.cores for rate in rates] == published
+    assert one.memory * one.cores == gibibytes * 2**30
+
+
+@pytest.mark.parametrize(
     "name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in TUTORIALS)]
 )
 def test_equals_the_dry_run(name):

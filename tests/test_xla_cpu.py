@@ -533,7 +533,7 @@ def environment(backend):
 
 @pytest.mark.parametrize("trainium", [True, False])
 def test_environment_of_each_backend(monkeypatch, trainium):
-    monkeypatch.setattr(backends, "on_trainium", lambda: trainium)
+    monkeypatch.setattr(backends, "on_trainium", lambda backend: trainium)
     common = {
         "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
         "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234",
@@ -556,7 +556,7 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
     the world's size.
     """
     neuron = pytest.importorskip("torch_xla._internal.neuron")
-    monkeypatch.setattr(backends, "on_trainium", lambda: True)
+    monkeypatch.setattr(backends, "on_trainium", lambda backend: True)
     for name in [n for n in os.environ if n.startswith("NEURON")]:
         monkeypatch.delenv(name)
     expected = {

@@ -1,7 +1,8 @@
-"""The backends `cpu`, `cuda` and `xla`: a rank's environment, its process group, its device, the
-end of its step.
+"""The backends `cpu`, `cuda`, `neuron` and `xla`: a rank's environment, its process group, its
+device, the end of its step.
 
-The same calls serve the ranks of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM and the
+Whatever depends on a device asks here, so a further eager one is an entry of `EAGER`. The same
+calls serve the ranks of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM and the
 tests.
 """
 
@@ -16,15 +17,27 @@ from torch.distributed import distributed_c10d
 
 from tutorial_lib.network import interface_towards
 
-BACKENDS = ("cpu", "cuda", "xla")
+# Backends that run each operation at once, with the library of their collectives. The device of
+# each is a module of torch: `torch.cpu`, `torch.cuda`, and `torch.neuron`, which the vendor's
+# package adds when torch is imported.
+EAGER = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
+BACKENDS = (*EAGER, "xla")
 NEURON_ROOT_PORT = 62182  # torch-xla's own choice
 
 
-def on_trainium() -> bool:
-    """True where the vendor's PJRT plugin is installed; elsewhere `xla` means XLA between CPU
-    processes.
+def is_installed(*modules: str) -> bool:
+    """Whether all of these can be imported; none of them is."""
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def on_trainium(backend: str) -> bool:
+    """True if a rank of this backend owns a NeuronCore.
+
+    For `xla` the vendor's PJRT plugin decides; elsewhere `xla` means XLA between CPU processes. The
+    package `torch-neuronx` proves nothing: up to 2.9 it was a part of that plugin, and from 2.13 on
+    it is the `neuron` device.
     """
-    return importlib.util.find_spec("libneuronxla") is not None
+    return backend == "neuron" or (backend == "xla" and is_installed("libneuronxla", "torch_xla"))
 
 
 def only_compiles() -> bool:
@@ -34,34 +47,48 @@ def only_compiles() -> bool:
     return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "") not in ("", "0")
 
 
-def check_backend(backend: str) -> None:
-    """Raises ValueError if `backend` is unknown or cannot work on this machine, with what is
-    missing.
+def device_count(backend: str) -> int:
+    """How many devices of an eager backend torch sees on this machine."""
+    device = getattr(torch, backend, None)
+    return device.device_count() if device is not None and device.is_available() else 0
+
+
+def check_backend(backend: str, local_ranks: int = 1) -> str:
+    """The backend, for `auto` the first of `neuron`, `xla` on Trainium, `cuda` and `cpu` that works
+    here.
+
+    Args:
+        local_ranks: ranks on this machine; each needs a device, but on `cpu` and `xla`.
+
+    Raises:
+        ValueError: it is unknown or cannot work on this machine, with what is missing.
     """
+    if backend == "auto":
+        works = {b: device_count(b) for b in EAGER} | {"xla": on_trainium("xla")}
+        return next(b for b in ("neuron", "xla", "cuda", "cpu") if works[b])
     if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "cuda" and not torch.cuda.is_available():
-        raise ValueError("backend 'cuda' needs a CUDA device, and torch sees none here")
-    if backend == "xla" and not on_trainium():
-        missing = [m for m in ("torch_xla", "jax") if importlib.util.find_spec(m) is None]
-        if missing:
-            python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-            raise ValueError(
-                f"backend 'xla' needs {' and '.join(missing)}, missing here ({sys.platform}, "
-                f"{python}); XLA between CPU processes runs on Linux with Python 3.11 to 3.13: "
-                "pip install 'tutorial-lib[xla]'"
-            )
+        raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
+    if backend not in ("cpu", "xla") and (seen := device_count(backend)) < local_ranks:
+        raise ValueError(
+            f"backend {backend!r} needs a device for each of {local_ranks} ranks; torch sees {seen}"
+        )
+    if backend == "xla" and not (on_trainium("xla") or is_installed("torch_xla", "jax")):
+        raise ValueError(
+            "backend 'xla' needs torch_xla and jax, which are not both here: XLA between CPU "
+            "processes runs on Linux with Python 3.11 to 3.13: pip install 'tutorial-lib[xla]'"
+        )
+    return backend
 
 
 def rank_environment(
     backend: str,
     rank: int,
     world_size: int,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
     *,
     master_addr: str = "127.0.0.1",
     master_port: int,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
     threads: int = 1,
     root_addr: str | None = None,
 ) -> dict[str, str]:
@@ -71,10 +98,10 @@ def rank_environment(
     Args:
         backend: one of `BACKENDS`.
         rank, world_size: this rank and the number of ranks over all nodes.
-        master_addr, master_port: where rank 0 serves the rendezvous. An address rather than a name:
-            a laptop's own name often does not resolve.
         local_rank, local_world_size: rank and number of ranks on this node; by default a single
             node.
+        master_addr, master_port: where rank 0 serves the rendezvous. An address rather than a name:
+            a laptop's own name often does not resolve.
         threads: threads each rank computes with. More ranks × threads than cores slow every rank
             down.
         root_addr: where rank 0 runs, if that is not where the rendezvous is served; the runtimes of
@@ -93,7 +120,7 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if backend == "xla" and on_trainium():
+    if backend == "xla" and on_trainium("xla"):
         # torch-xla derives NEURON_RT_VISIBLE_CORES, NEURON_PJRT_PROCESS_INDEX and the rest from
         # the variables above, at import, if it believes that torchrun started the process
         # (torch_xla/_internal/neuron.py).
@@ -105,9 +132,8 @@ def rank_environment(
             environment["FI_PROVIDER"] = "efa"
             environment["FI_EFA_USE_DEVICE_RDMA"] = environment["FI_EFA_FORK_SAFE"] = "1"
     elif backend == "xla":
-        environment["PJRT_DEVICE"] = "CPU"
         # Each process is a world of one to torch-xla, which would drop its collectives.
-        environment["XLA_ALWAYS_ALLREDUCE"] = "1"
+        environment |= {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"}
     return environment
 
 
@@ -115,9 +141,8 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
     """Joins the process group that the environment describes (`rank_environment`, or `torchrun`).
 
     Args:
-        backend: `cpu` (gloo), `cuda` (NCCL, with gloo for what lives on the host) or `xla`:
-            torch-xla's own on Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for
-            what is traced.
+        backend: one of `EAGER` (with gloo for what lives on the host) or `xla`: torch-xla's own on
+            Trainium; elsewhere gloo for the host and `tutorial_lib.xla_cpu` for what is traced.
         timeout: seconds that a host-side collective waits for its peers.
         store: where the ranks meet, in place of the one at MASTER_ADDR and MASTER_PORT.
     """
@@ -134,41 +159,50 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
     # A group that is made later gets torch's own default otherwise, half an hour, and not the
     # time-out of the world.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
-    if backend == "cpu":
-        dist.init_process_group("gloo", **options)
-    elif backend == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl", **options)
-    elif on_trainium():
+    group = "gloo"
+    if backend == "xla" and on_trainium("xla"):
         import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend
 
-        dist.init_process_group("xla", **options)
-    else:
-        dist.init_process_group("gloo", **options)
+        group = "xla"
+    elif backend not in ("cpu", "xla"):
+        getattr(torch, backend).set_device(int(os.environ["LOCAL_RANK"]) % device_count(backend))
+        group = f"cpu:gloo,{backend}:{EAGER[backend]}"
+    dist.init_process_group(group, **options)
+    if backend == "xla" and group == "gloo":
         from tutorial_lib import xla_cpu
 
         xla_cpu.start(timeout)
 
 
-def get_device(backend: str) -> torch.device:
-    """The device that this rank computes on."""
-    if backend == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    if backend == "xla":
+def current_backend() -> str:
+    """The backend that this process computes with, which its process group tells; `cpu` without
+    one.
+    """
+    if uses_xla():
+        return "xla"
+    groups = dist.get_backend_config() if dist.is_initialized() else ""
+    found = (b for b in EAGER if b != "cpu" and EAGER[b] in groups and device_count(b))
+    return next(found, "cpu")
+
+
+def get_device(backend: str | None = None) -> torch.device:
+    """The device that this rank computes on; by default that of its `current_backend`."""
+    if (backend or current_backend()) == "xla":
         import torch_xla
 
         return torch_xla.device()
-    return torch.device("cpu")
+    return torch.device(
+        backend or current_backend()
+    )  # of several, the one that `init_distributed` has set
 
 
 def uses_xla() -> bool:
     """Whether this process computes with torch-xla. That it is imported proves nothing: other
     libraries do that.
     """
-    if not dist.is_initialized():
-        return False
     xla_cpu = sys.modules.get("tutorial_lib.xla_cpu")
-    return dist.get_backend() == "xla" or (xla_cpu is not None and xla_cpu.is_started())
+    started = xla_cpu is not None and xla_cpu.is_started()
+    return dist.is_initialized() and (started or dist.get_backend() == "xla")
 
 
 def mark_step() -> None:
@@ -195,7 +229,7 @@ def compilations() -> int:
     # of the step.
     timed = torch_xla.debug.metrics.metric_data("CompileTime")
     own = 0 if timed is None else timed[0]
-    if on_trainium():
+    if on_trainium("xla"):
         return own
     from tutorial_lib import xla_cpu
 

@@ -9,17 +9,7 @@ from tutorial_lib import backends
 from tutorial_lib.parallel_layers import comm, parallel_state
 from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, fill_missing_gradients
 
-mark_step = backends.mark_step
-
-
-def xla_device() -> torch.device:
-    """The device that this rank computes on: XLA where this process computes with it, CUDA on NCCL,
-    else the CPU.
-    """
-    if backends.uses_xla():
-        return backends.get_device("xla")
-    on_cuda = dist.is_initialized() and "nccl" in dist.get_backend_config()
-    return backends.get_device("cuda" if on_cuda else "cpu")
+mark_step, xla_device = backends.mark_step, backends.get_device
 
 
 def get_ordinal() -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from tutorial_lib.backends import current_backend
 from tutorial_lib.parallel_layers import parallel_state
 
 PATTERN = "*_training_*.hdf5"
@@ -153,7 +154,7 @@ def create_pretraining_dataset(
         num_workers=0,
         worker_init_fn=worker_init,
         drop_last=True,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=current_backend() == "cuda",
     )
 
 

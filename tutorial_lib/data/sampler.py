@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from tutorial_lib.backends import current_backend
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
@@ -211,6 +212,6 @@ def data_loader(
         num_workers=num_workers,
         worker_init_fn=_leave_interrupts_to_the_rank,
         collate_fn=_as_it_is,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=current_backend() == "cuda",
         generator=torch.Generator("cpu"),  # not the training's own stream
     )

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Collection
 from typing import Any
 
+from tutorial_lib.backends import check_backend
+
 LARGEST = 2**31 - 1
 INJECTED = "# Parameters"  # how the cell begins that papermill puts behind the parameters cell
 
@@ -41,6 +43,8 @@ def check_parameters(
     checked = {
         name: _check(name, kind, namespace[name], limits.get(name)) for name, kind in kinds.items()
     }
+    if "backend" in checked:
+        checked["backend"] = check_backend(checked["backend"])  # `auto` is one of them from here on
     namespace.update(checked)
     return checked
 

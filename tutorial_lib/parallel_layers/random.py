@@ -38,27 +38,32 @@ def xla_model():
     return xm
 
 
+def _devices() -> dict:
+    """Who keeps torch's own states: the host, and the device that this process computes on."""
+    backend = backends.current_backend()
+    return {"cpu": torch} | (
+        {} if backend in ("cpu", "xla") else {backend: getattr(torch, backend)}
+    )
+
+
 def _default_state() -> State:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    state = {name: device.get_rng_state() for name, device in _devices().items()}
     if xla_model():
-        seed = xla_model().get_rng_state()  # 64 bits without a sign
-        seed = seed - 2**64 if seed >= 2**63 else seed
-        state["xla"] = torch.tensor(seed, dtype=torch.int64, device="cpu")
+        seed = xla_model().get_rng_state()  # 64 bits without a sign, which int64 has
+        state["xla"] = torch.tensor(seed - (seed >> 63 << 64), dtype=torch.int64, device="cpu")
     return state
 
 
 def _set_default_state(state: State) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, device in _devices().items():
+        if name in state:
+            device.set_rng_state(state[name])
     if "xla" in state and xla_model():
         xla_model().set_rng_state(state["xla"].item() % 2**64)
 
 
 def _seed_default(seed: int) -> None:
-    torch.manual_seed(seed)  # the host and every CUDA device
+    torch.manual_seed(seed)  # the host and every device that torch knows
     if xla_model():
         xla_model().set_rng_state(seed)
 

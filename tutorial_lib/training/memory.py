@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from tutorial_lib.backends import on_trainium
 
-TRAINIUM_CORE = 16 * 2**30  # bytes of device memory for each NeuronCore of a trn1 instance
+# Bytes for each rank on Trainium: of a NeuronCore of trn1, and of the two of trn2 that are one
+# logical core (the vendor's guide "Best practices for training on AWS Neuron").
+TRAINIUM_CORE = {"xla": 16 * 2**30, "neuron": 24 * 2**30}
 
 
 def require_memory(
@@ -22,7 +24,8 @@ def require_memory(
         bytes_per_rank: weights, gradients, optimizer state and activations of one rank.
         local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its
             memory.
-        backend: on `cuda` and on Trainium each rank has a device of its own.
+        backend: on `cuda` and on Trainium each rank has a device of its own. What is free of a
+            NeuronCore is not asked of it: its published size counts.
         report: what the error shows besides, such as `lambda: dry_run(run)`; only called if the
             training does not fit.
 
@@ -31,8 +34,8 @@ def require_memory(
     """
     if backend == "cuda":
         available, where = torch.cuda.mem_get_info()[0], "are free on the GPU"
-    elif backend == "xla" and on_trainium():
-        available, where = TRAINIUM_CORE, "are on a NeuronCore"
+    elif on_trainium(backend):
+        available, where = TRAINIUM_CORE[backend], "are on a NeuronCore"
     else:
         available = psutil.virtual_memory().available // local_ranks
         where = f"are free for each of {local_ranks} ranks here"

@@ -233,20 +233,11 @@ def _complete_environment(backend: str) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     if missing := sorted({*names, "MASTER_ADDR"} - os.environ.keys()):
         raise SystemExit(f"error: {', '.join(missing)} not set: start the ranks with torchrun")
-    rank, world_size, local_rank, local_world_size, port = (int(os.environ[n]) for n in names)
+    *place, port = (int(os.environ[n]) for n in names)
     # On one node over the loopback, as a laptop's own name often does not resolve.
-    address = "127.0.0.1" if local_world_size == world_size else os.environ["MASTER_ADDR"]
-    needed = backends.rank_environment(
-        backend,
-        rank,
-        world_size,
-        master_addr=address,
-        master_port=port,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-    )
-    for name, value in needed.items():
-        os.environ.setdefault(name, value)
+    address = "127.0.0.1" if place[1] == place[3] else os.environ["MASTER_ADDR"]
+    needed = backends.rank_environment(backend, *place, master_addr=address, master_port=port)
+    os.environ |= needed | dict(os.environ)
 
 
 def main() -> None:

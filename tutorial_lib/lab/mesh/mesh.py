@@ -25,7 +25,6 @@ import socket
 import time
 from numbers import Real
 
-import torch
 from torch.distributed import TCPStore
 
 from tutorial_lib import backends
@@ -36,7 +35,7 @@ from tutorial_lib.lab.mesh.ranks import Ranks
 from tutorial_lib.lab.mesh.slurm import SlurmRanks, check_slurm
 from tutorial_lib.lab.mesh.watch import Watch
 
-# Seconds a collective waits for its peers. With XLA they may be compiling.
+# Seconds a collective waits for its peers. With XLA and on Trainium they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
 LONGEST = 1e9  # that torch can count
 ADVICE = {
@@ -54,9 +53,9 @@ class Mesh:
         world_size: number of ranks, one process each.
         tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on
             every rank.
-        backend: `cpu`, `cuda` or `xla`.
-        timeout: seconds that a collective waits for its peers before it raises. By default 20; with
-            XLA, which compiles meanwhile, 120 on CPUs and 3600 on Trainium.
+        backend: one of `backends.BACKENDS`, or `auto` for the best that works here.
+        timeout: seconds that a collective waits for its peers before it raises. By default 20;
+            where a compiler runs meanwhile, 120 with XLA on CPUs and 3600 on Trainium.
         threads: threads each rank computes with.
         launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
         slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00
@@ -79,11 +78,13 @@ class Mesh:
         nodes: int = 1,
         slurm_options: str = "",
     ):
-        backends.check_backend(backend)
-        if timeout is None and backend == "xla":
-            timeout = TIMEOUT_TRAINIUM if backends.on_trainium() else TIMEOUT_XLA_CPU
+        backend = backends.check_backend(backend)
+        if timeout is None and backends.on_trainium(backend):
+            timeout = TIMEOUT_TRAINIUM
+        elif timeout is None:
+            timeout = TIMEOUT_XLA_CPU if backend == "xla" else TIMEOUT
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
-        self.timeout, self.threads = TIMEOUT if timeout is None else timeout, threads
+        self.timeout, self.threads = timeout, threads
         self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
         self._check()
         self.pids: list[int] = []  # of the ranks, in their order
@@ -115,11 +116,7 @@ class Mesh:
                 f"nodes {self.nodes} and slurm_options {self.slurm_options!r} need launcher "
                 "'slurm', not 'local'"
             )
-        if self.backend == "cuda" and self.world_size > torch.cuda.device_count():
-            raise ValueError(
-                f"world_size {self.world_size} needs as many GPUs, and torch sees "
-                f"{torch.cuda.device_count()}"
-            )
+        backends.check_backend(self.backend, self.world_size)
 
     # ---- life ----
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import psutil
 
-from tutorial_lib.backends import on_trainium
+from tutorial_lib.backends import is_installed
 from tutorial_lib.lab.mesh import nursery
 from tutorial_lib.lab.mesh.failures import MeshError
 
@@ -137,7 +137,8 @@ class Ranks:
 
     def _launch(self, count: int, environment: dict[str, str]) -> None:
         # The vendor's runtime may start threads with torch, which a fork would not have.
-        preload = self._preload if nursery.LINUX and not on_trainium() else ()
+        vendor = is_installed("libneuronxla") or is_installed("torch_neuronx")
+        preload = self._preload if nursery.LINUX and not vendor else ()
         self._start(nursery.python("nursery", str(count), *preload), environment)
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,31 +90,18 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _FusedAttention(TorchFunctionMode):
+_attend = F.scaled_dot_product_attention
+
+
+def _attend_fused(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
     """On meta, PyTorch writes attention out; this calls the fused kernel wherever the CPU would."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func is torch.Tensor.backward:
-            return self._backward(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _backward(self, tensor, gradient=None, **options):
-        with self:  # what is computed again attends too
-            torch.autograd.backward(tensor, gradient, **options)
-
-    @staticmethod
-    def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
-        if dropout_p or options.get("enable_gqa"):
-            attend = F.scaled_dot_product_attention
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        options = {"attn_mask": attn_mask, "scale": options.get("scale")}
-        return kernel(query, key, value, dropout_p, is_causal, **options)[0]
+    if dropout_p or options.get("enable_gqa"):
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    options = {"attn_mask": attn_mask, "scale": options.get("scale")}
+    return kernel(query, key, value, dropout_p, is_causal, **options)[0]
 
 
 @contextmanager
@@ -124,9 +111,11 @@ def _as_on(backend: str) -> Iterator[None]:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    fused = nullcontext() if backend == "xla" else _FusedAttention()
-    with fused, meta_stands_for_host() if backend == "cpu" else nullcontext():
-        yield
+    attend = _attend if backend == "xla" else _attend_fused
+    # Not a TorchFunctionMode: autograd leaves it for what is computed again, from torch 2.13 on.
+    with mock.patch.object(F, "scaled_dot_product_attention", attend):
+        with meta_stands_for_host() if backend == "cpu" else nullcontext():
+            yield
 
 
 def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:

@@ -37,16 +37,30 @@ class Instance:
         return self.half_operations if dtype.itemsize == 2 else self.single_operations
 
 
-def _trainium(name: str, network: float) -> Instance:
-    """16 chips with two cores each, by AWS's description of the architecture of trn1 and trn1n."""
-    return Instance(name, 32, 16 * 2**30, 95e12, 23.75e12, 410e9, network)
+def _trainium(name: str, chips: int, cores: int, memory: int, rates, network: float) -> Instance:
+    """By the vendor's pages on the architecture of these chips and instances
+    (awsdocs-neuron.readthedocs-hosted.com, about-neuron/arch/neuron-hardware).
+
+    Args:
+        cores: of a chip; from trn2 on logical ones, of two physical cores each.
+        memory: GiB of a chip.
+        rates: of a chip: operations in 2 bytes, in float32, bytes of its memory.
+        network: of all chips.
+    """
+    rates = (rate / cores for rate in rates)
+    # NeuronLink's rates are published for a chip and not for a direction, so they bound nothing.
+    return Instance(name, chips * cores, memory * 2**30 / cores, *rates, network * GIGABIT)
 
 
 INSTANCES = {
     machine.name: machine
     for machine in (
-        _trainium("trn1.32xlarge", 800 * GIGABIT),
-        _trainium("trn1n.32xlarge", 1600 * GIGABIT),
+        _trainium("trn1.32xlarge", 16, 2, 32, (190e12, 47.5e12, 820e9), 800),
+        _trainium("trn1n.32xlarge", 16, 2, 32, (190e12, 47.5e12, 820e9), 1600),
+        _trainium("trn2.48xlarge", 16, 4, 96, (667e12, 181e12, 2.9e12), 3200),
+        # A server of an UltraServer, Gen1 (16 chips) and Gen2 (4), with its share of the network.
+        _trainium("trn3-gen1", 16, 4, 144, (671e12, 183e12, 4.9e12), 12800 / 4),
+        _trainium("trn3-gen2", 4, 4, 144, (671e12, 183e12, 4.9e12), 28800 / 36),
         # Eight H100 SXM, without sparsity: NVIDIA's white paper "H100 Tensor Core GPU
         # Architecture", and for the memory's 3.35 TB/s the data sheet. NVLink's 900 GB/s are of
         # both directions. A DGX H100 has a 400 Gb/s adapter for each.
