@@ -2,7 +2,6 @@
 memory; and `verify` finds sound only what loads.
 """
 
-import json
 import os
 import pickle
 import resource
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.standin import Standin
+from tests.standin import build, edit
 from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.optimizer import NeuronZero1Optimizer
@@ -31,25 +30,12 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def build():
-    model = Standin()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 @pytest.fixture
 def folder(tmp_path, world):
     model, optimizer, scheduler = build()
     model.train_step(optimizer, 0)
     save_checkpoint(str(tmp_path), "step_1", model, optimizer, scheduler, {"a": 1})
     return tmp_path / "step_1"
-
-
-def edit(file, change):
-    """Changes a JSON file."""
-    value = json.loads(file.read_text())
-    change(value)
-    file.write_text(json.dumps(value))
 
 
 def put(folder, name, value):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from tutorial_lib import backends, xla_cpu
-from tutorial_lib.xla_cpu.graphs import Collective, find_collectives
 
 XLA = {"backend": "xla", "timeout": 240}
 
@@ -584,35 +583,6 @@ def test_a_graph_that_cannot_be_kept_leaves_no_file(tmp_path):
     with pytest.warns(UserWarning, match="cannot be kept"):
         compiler._save(entry, None)
     assert list(tmp_path.iterdir()) == [entry]
-
-
-def test_collectives_are_read_from_hlo_text():
-    text = """
-AddComputation.4 {
-  x.5 = f32[] parameter(0)
-  y.6 = f32[] parameter(1)
-  ROOT add.7 = f32[] add(x.5, y.6)
-}
-
-ENTRY IrToHlo.42 {
-  p1.2 = bf16[3,4]{1,0} parameter(1)
-  p0.1 = bf16[] parameter(0)
-  all-reduce.10 = (bf16[3,4]{1,0}, bf16[]) all-reduce(p1.2, p0.1), replica_groups={{0,1},{2,3}}, to_apply=AddComputation.4
-  get-tuple-element.11 = bf16[3,4]{1,0} get-tuple-element(all-reduce.10), index=0
-  all-gather.22 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
-  all-gather.23 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
-  collective-permute.1 = bf16[6,4]{1,0} collective-permute(all-gather.23), source_target_pairs={{0,1},{1,0}}
-  ROOT tuple.41 = (bf16[6,4]{1,0}) tuple(all-gather.22)
-}
-"""  # noqa: E501
-    tp, dp = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    found = find_collectives([text])
-    assert found == [
-        Collective("all_reduce", "add", tp, (3, 4), "bf16", 1),
-        Collective("all_gather", None, dp, (3, 4), "bf16", 2),
-        Collective("collective_permute", None, ((0, 1), (1, 0)), (6, 4), "bf16", 1),
-    ]
-    assert [c.nbytes for c in found] == [24, 24, 48]
 
 
 def many_short_runs(seconds):
