@@ -204,36 +204,39 @@ def pickled(folder):
 
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+
+def configured(**changes):
+    return lambda folder: edit(folder / CONFIG, lambda config: config.update(changes))
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
 FOLDERS = {
     "empty": (lambda f: os.remove(f / CONFIG), [CONFIG, "is missing"]),
-    "foreign": (
-        lambda f: edit(f / CONFIG, lambda c: c.update(model_type="resnet")),
-        ["model_type 'resnet' is not one of"],
-    ),
+    "foreign": (configured(model_type="resnet"), ["model_type 'resnet' is not one of"]),
     "pickle": (pickled, ["pytorch_model.bin is refused"]),
     "truncated": (
-        lambda f: os.truncate(file_of_key(f), 1000),
-        ["is truncated or not a safetensors file"],
+        lambda f: os.truncate(file_of_key(f), 1000), ["is truncated or not a safetensors file"]
     ),
     "lacks": (lambda f: alter(f, lambda t: None), ["are missing", KEY]),
-    "no json": (lambda f: (f / CONFIG).write_text("{"), [CONFIG, "truncated or not JSON"]),
-    "a list": (lambda f: (f / CONFIG).write_text("[1]"), [CONFIG, "JSON object"]),
-    "bytes": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe"), [CONFIG, "not JSON"]),
-    "type": (lambda f: edit(f / CONFIG, lambda c: c.update(model_type=["llama"])), [CONFIG]),
-    "text": (lambda f: edit(f / CONFIG, lambda c: c.update(hidden_size="x")), [CONFIG, "'x'"]),
-    "zero": (lambda f: edit(f / CONFIG, lambda c: c.update(num_attention_heads=0)), [CONFIG]),
-    "heads": (
-        lambda f: edit(f / CONFIG, lambda c: c.update(num_key_value_heads=4)),
-        [KEY, "(16, 32)", "(32, 32)"],
-    ),
+    "no json": (written(CONFIG, b"{"), [CONFIG, "truncated or not JSON"]),
+    "a list": (written(CONFIG, b"[1]"), [CONFIG, "JSON object"]),
+    "bytes": (written(CONFIG, b"\xff\xfe"), [CONFIG, "not JSON"]),
+    "type": (configured(model_type=["llama"]), [CONFIG]),
+    "text": (configured(hidden_size="x"), [CONFIG, "'x'"]),
+    "zero": (configured(num_attention_heads=0), [CONFIG]),
+    "heads": (configured(num_key_value_heads=4), [KEY, "(16, 32)", "(32, 32)"]),
     "default": (
         lambda f: edit(f / CONFIG, lambda c: c.pop("num_attention_heads")),
         ["o_proj.weight", "(32, 256)"],
     ),
-    "index": (lambda f: (f / INDEX).write_text("{"), [INDEX, "truncated or not JSON"]),
-    "map": (lambda f: (f / INDEX).write_text("{}"), [INDEX, "weight_map"]),
+    "index": (written(INDEX, b"{"), [INDEX, "truncated or not JSON"]),
+    "map": (written(INDEX, b"{}"), [INDEX, "weight_map"]),
     "rows": (lambda f: alter(f, lambda t: t[:1].contiguous()), [KEY, "(1, 32)", "(16, 32)"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -142,8 +142,3 @@ def test_an_overflow_of_the_norm_is_left_out_and_rank_0_says_so(ranks):
     assert [left_out for left_out, _ in found] == [True] * 4
     assert [len(said) for _, said in found] == [1, 0, 0, 0]
     assert "inf: their sum overflows; the step is left out on all ranks" in found[0][1][0]
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="'stop', neither 'skip' nor 'raise'"):
-        neuronx_distributed_config(optimizer_config={"nonfinite_gradients": "stop"})

@@ -41,32 +41,22 @@ def test_an_optimizer_is_copied_with_its_model_or_not_at_all(ranks):
         ranks(copied, True, world_size=2)
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (
-            {"optimizer_config": {"zero": True}},
-            ValueError,
-            "'zero': True.*not a dict of zero_one_enabled",
-        ),
-        ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
-        ({"optimizer_config": ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
-        ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
-        (
-            {"mixed_precision_config": {"use_master_weights": True}},
-            ValueError,
-            "use_master_weights needs",
-        ),
-        ({"model_init_config": {"meta_device_init": True}}, ValueError, "param_init_fn"),
-        (
-            {"model_init_config": {"sequential_move_factor": 0}},
-            ValueError,
-            "sequential_move_factor is 0",
-        ),
-        ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
-        ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),
-    ],
-)
+OPTIMIZER, INIT, PRECISION = "optimizer_config", "model_init_config", "mixed_precision_config"
+REFUSED = [
+    ({OPTIMIZER: {"zero": True}}, ValueError, "'zero': True.*not a dict of zero_one_enabled"),
+    ({OPTIMIZER: {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
+    ({OPTIMIZER: ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
+    ({OPTIMIZER: {"nonfinite_gradients": "stop"}}, ValueError, "'stop', neither 'skip' nor"),
+    ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
+    ({PRECISION: {"use_master_weights": True}}, ValueError, "use_master_weights needs"),
+    ({INIT: {"meta_device_init": True}}, ValueError, "param_init_fn"),
+    ({INIT: {"sequential_move_factor": 0}}, ValueError, "sequential_move_factor is 0"),
+    ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
+    ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", REFUSED)
 def test_configurations_that_cannot_be_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         neuronx_distributed_config(**arguments)
