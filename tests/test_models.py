@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from tutorial_lib.lab.plan.parameters import parameter_count
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
@@ -201,24 +202,28 @@ def recomputed(name, how, options):
     assert [key for key, _ in model.named_parameters()] == names == list(model.state_dict())[
         : len(names)
     ] or name == "bert"
-    losses = []
+    losses, saved = [], []
     for index in range(2):  # two in a row: what recomputing leaves behind would show in the second
-        losses.append(model(**micro_batch(name, "whole", index)).loss)
+        with saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+            losses.append(model(**micro_batch(name, "whole", index)).loss)
         losses[-1].backward()
     state = get_rng_state()
     gradients = {key: p.grad for key, p in model.named_parameters()}
-    return [loss.detach() for loss in losses], gradients, state["torch"], state["tracker"]
+    found = [loss.detach() for loss in losses], gradients, state["torch"], state["tracker"]
+    return found, sum(saved)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @pytest.mark.parametrize("name", TINY)
-def test_recomputing_changes_no_bit(ranks, name):
+def test_recomputing_changes_no_bit_and_keeps_less(ranks, name):
     """With dropout; by the classes of `checkpointed`, by "full", by Hugging Face's switch."""
     for options in (VOCAB,) if name == "bert" else ({}, SP):
         where = dict(world_size=2, tp=2)
         expected = ranks(recomputed, name, None, options, **where)
         for how in (*[*TINY[name].ours.checkpointed.values()][1:], "full", "switch"):
-            for found, right in zip(ranks(recomputed, name, how, options, **where), expected):
+            pairs = zip(ranks(recomputed, name, how, options, **where), expected)
+            for (found, saved), (right, all_saved) in pairs:
+                assert saved < all_saved
                 torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
