@@ -15,6 +15,7 @@ from tutorial_lib.models.bert import model_inputs
 from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers import comm, parallel_state
+from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.training.loop import train
 
@@ -35,12 +36,36 @@ def train_alone(
         loss = loss_of(model, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
         loss.backward()
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            gradients = {name: gradient_of(p).clone() for name, p in model.named_parameters()}
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def whole(tensor: torch.Tensor, marked: torch.Tensor | None = None) -> torch.Tensor:
+    """The full tensor of the shards of all ranks, sharded as it is or as `marked` is."""
+    partition = partition_of(tensor if marked is None else marked)
+    if partition is None:
+        return tensor
+    return partition.merge(comm.all_gather(tensor[None], 0).unbind(0))
+
+
+def whole_gradients(model) -> dict[str, torch.Tensor]:
+    """The gradients of full weights, averaged over the replicas."""
+    size, group = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_group()
+
+    def reduced(parameter: torch.Tensor) -> torch.Tensor:
+        grad = comm.all_reduce("sum", gradient_of(parameter), group) / size
+        shared = getattr(parameter, "sequence_parallel_enabled", False)
+        return comm.all_reduce("sum", grad) if shared else grad
+
+    return full_tensors(model, {name: reduced(p) for name, p in model.named_parameters()})
 
 
 def train_together(
@@ -50,65 +75,32 @@ def train_together(
     """The same over the ranks of the mesh, with the library's loop and optimizer; the same results,
     on every rank.
     """
+    precision = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
     nxd_config = neuronx_distributed_config(
         tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
-        optimizer_config={
-            "zero_one_enabled": zero,
-            "grad_clipping": True,
-            "max_grad_norm": max_norm,
-        },
-        mixed_precision_config={
-            "use_master_weights": False,
-            "use_fp32_grad_acc": False,
-            "use_master_weights_in_ckpt": False,
-        },
+        optimizer_config=dict(zero_one_enabled=zero, grad_clipping=True, max_grad_norm=max_norm),
+        mixed_precision_config=dict.fromkeys(precision, False),
         sequence_parallel=sequence_parallel,
     )
     optimizer = initialize_parallel_optimizer(
         nxd_config, torch.optim.AdamW, model.parameters(), lr=lr, weight_decay=0.01
     )
-    dp_rank, dp_size = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_size(),
-    )
-    device = next(model.parameters()).device
-    mine = [
-        {name: tensor.to(device) for name, tensor in micro_batch(index).items()}
-        for index in range(steps * accumulation * dp_size)
-        if index % dp_size == dp_rank
-    ]
+    dp_size, device = parallel_state.get_data_parallel_size(), next(model.parameters()).device
+    mine = range(parallel_state.get_data_parallel_rank(), steps * accumulation * dp_size, dp_size)
+    batches = ({k: t.to(device) for k, t in micro_batch(index).items()} for index in mine)
     first, original = {}, optimizer.step
-
-    def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
-        grad = (
-            comm.all_reduce("sum", parameter.grad, parallel_state.get_data_parallel_group())
-            / dp_size
-        )
-        return (
-            comm.all_reduce("sum", grad)
-            if getattr(parameter, "sequence_parallel_enabled", False)
-            else grad
-        )
 
     def step():
         if not first:
-            first.update(
-                full_tensors(
-                    model, {name: whole_gradient(p) for name, p in model.named_parameters()}
-                )
-            )
+            first.update(whole_gradients(model))
         return original()
 
     optimizer.step = step
-    done = train(
-        model, optimizer, iter(mine), steps=steps, gradient_accumulation_steps=accumulation
-    )
+    done = train(model, optimizer, batches, steps=steps, gradient_accumulation_steps=accumulation)
     final = full_tensors(model)
     mark_step()
-    on_host = [
-        {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (first, final)
-    ]
-    return [s.loss for s in done], [s.grad_norm for s in done], *on_host
+    first, final = ({k: t.cpu() for k, t in tensors.items()} for tensors in (first, final))
+    return [s.loss for s in done], [s.grad_norm for s in done], first, final
 
 
 def assert_same(found, expected, tolerance: float = 1e-10) -> None:
@@ -188,12 +180,8 @@ def reference(tiny, config, dtype: torch.dtype = torch.float64):
     model = hugging_face_reference(tiny.theirs, config).to(dtype)
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):  # computes in float32, whatever its input is
-            module.forward = partial(
-                F.rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
+            fixed = dict(normalized_shape=module.weight.shape, weight=module.weight)
+            module.forward = partial(F.rms_norm, **fixed, eps=module.variance_epsilon)
     return model
 
 

@@ -14,17 +14,8 @@ from pathlib import Path
 
 import psutil
 
-DAEMONS = (
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "srun",
-    "scancel",
-    "scontrol",
-    "sinfo",
-    "squeue",
-)
+DAEMONS = ["munged", "slurmctld", "slurmd"]
+DAEMONS += ["sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue"]
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])  # where Debian has the daemons
 NODES = ("n1", "n2")
 CONF = """
@@ -72,13 +63,14 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_for(condition, seconds: float, what: str = "the condition") -> None:
-    """Returns when `condition()` holds; TimeoutError if it does not in so many seconds."""
+def wait_for(condition, seconds: float, what: str = "the condition", pause: float = 0.1):
+    """The first true value of `condition()`; TimeoutError if there is none in so many seconds."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds} s")
-        time.sleep(0.1)
+        time.sleep(pause)
+    return value
 
 
 class Cluster:

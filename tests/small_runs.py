@@ -1,17 +1,9 @@
-"""Small runs of every model and choice, and what a real step of each holds and says on a mesh of
-CPU processes.
-"""
-
-import tempfile
+"""Small runs of every model and choice."""
 
 import torch
 
-from tutorial_lib.checkpoint import save_checkpoint
 from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
-from tutorial_lib.parallel_layers import comm
-from tutorial_lib.training import memory
-from tutorial_lib.training.loop import accumulate_gradients
 
 BERT, NEOX, LLAMA = (
     bert.make_config("tiny"),
@@ -52,39 +44,3 @@ SMALL = {
         LLAMA, 1, 4, 2, 64, 2, zero=True, options=dict(use_flash_attention=True)
     ),
 }  # fmt: skip
-
-
-def real_step(run: Run, folder: str):
-    """The same step on this mesh, with values."""
-    model, optimizer = run.build()
-    batch = run.batch("cpu")
-    with memory.SavedActivations(model, batch.values()) as saved:
-        loss = model(**batch).loss
-    loss.backward()
-    optimizer.zero_grad()
-    with comm.record() as log:
-        accumulate_gradients(model, [batch] * run.accumulation)
-        gradients = memory.gradient_bytes(model)
-        optimizer.step()
-    nbytes = {
-        "weights": memory.weight_bytes(model),
-        "gradients": gradients,
-        "optimizer": memory.optimizer_bytes(optimizer),
-        "saved activations": saved.nbytes,
-    }
-    save_checkpoint(folder, "step_1", model, optimizer)
-    return log, nbytes, [(s.shape, s.dtype, s.nbytes) for s in saved.tensors]
-
-
-_steps: dict[str, tuple[list, str]] = {}
-_folder = tempfile.TemporaryDirectory(prefix="steps-")  # removed when the process ends
-
-
-def real_steps(ranks, name: str) -> tuple[list, str]:
-    """What `real_step` gives on each rank, done once in a session, and the folder of the
-    checkpoint.
-    """
-    if name not in _steps:
-        run, folder = SMALL[name], f"{_folder.name}/{len(_steps)}"
-        _steps[name] = ranks(real_step, run, folder, world_size=run.world_size, tp=run.tp), folder
-    return _steps[name]

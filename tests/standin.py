@@ -2,9 +2,17 @@
 degree gives the same.
 """
 
+import json
+import os
+import random
+import resource
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 from torch import nn
 
+from tutorial_lib.optimizer import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.parallel_layers.sharding import partition_of
@@ -78,12 +86,42 @@ class Standin(nn.Module):
         return loss.item()
 
 
-def run(model, optimizer, first: int, last: int) -> tuple[dict, dict]:
-    """Takes the steps from `first` to before `last`; weights and masters then."""
+class Odd(Standin):
+    """What is hard to shard: 7 rows, fewer rows than places, no rows at all, nothing to learn."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__(dtype)
+        self.seven = nn.Parameter((torch.arange(21, dtype=dtype) / 8).reshape(7, 3))
+        self.pair = nn.Parameter((torch.arange(10, dtype=dtype) / 8).reshape(2, 5, 1))
+        self.frozen = nn.Parameter(torch.ones(3, 2, dtype=dtype), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+
+
+def build(kind: type = Standin, dtype=torch.float32, zero1: bool = False):
+    """A model, its optimizer of two groups and a schedule."""
+    model = kind(dtype)
+    named = dict(model.named_parameters())
+    few = [(name, named.pop(name)) for name in ("norm", "pair", "frozen") if name in named]
+    groups = [{"params": few, "weight_decay": 0.0}, {"params": list(named.items())}]
+    if zero1:
+        optimizer = NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.1, grad_clipping=False)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, schedule
+
+
+def train(objects, first: int, last: int) -> tuple[dict, dict, tuple]:
+    """Takes the steps from `first` to before `last`; weights and masters then, and random
+    numbers.
+    """
+    model, optimizer, schedule = objects
     for step in range(first, last):
         model.train_step(optimizer, step)
+        schedule.step()
     masters = optimizer.state_dict().get("sharded_master_weights", {})
-    return state(model), {str(number): shard.clone() for number, shard in masters.items()}
+    drawn = torch.rand(()).item(), np.random.rand(), random.random()
+    return state(model), {str(place): shard.clone() for place, shard in masters.items()}, drawn
 
 
 def zero(model: nn.Module) -> nn.Module:
@@ -112,3 +150,46 @@ def attempt(function, *args, **kwargs):
     except Exception as error:
         return type(error), str(error)
     return None, ""
+
+
+def refused(ranks, error, words, function, *args, world_size: int = 2, tp: int = 2) -> None:
+    """That every rank raises `error` with these words, none of them left waiting for another."""
+    where = dict(world_size=world_size, tp=tp, timeout=30)
+    for kind, message in ranks(attempt, function, *args, **where):
+        assert issubclass(kind or object, error), (kind, message)
+        assert all(word in message for word in words), message
+
+
+WITNESS = "/tmp/should-not-exist"
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, (f"touch {WITNESS}",)
+
+
+def alter(path) -> None:
+    """Turns a bit in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file may become larger: what a full disk is to a program, but for the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def edit(file, change) -> None:
+    """Changes a JSON file."""
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 
 import psutil
@@ -15,6 +14,8 @@ import pytest
 import websocket
 
 from notebooks import run
+
+from .slurm import wait_for
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -40,15 +41,6 @@ HELPERS = """
         one => [one.text, one.evalue, one.traceback].flat().filter(Boolean).join(' ')).join('');
     const idle = () => panel().sessionContext.session?.kernel?.status === 'idle';
 """
-
-
-def wait(condition, within: float, what: str):
-    """The first true value of `condition`."""
-    end = time.monotonic() + within
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {within} s: {what}"
-        time.sleep(0.1)
-    return value
 
 
 class Page:
@@ -89,11 +81,11 @@ class Page:
         if source is not None:
             self.js("jupyterapp.commands.execute('notebook:enter-edit-mode')")
             editor = "document.activeElement.className.includes('cm-content')"
-            wait(lambda: self.js(editor), 10, "the cursor is in the cell")
+            wait_for(lambda: self.js(editor), 10, "the cursor is in the cell")
             self.key("KeyA", 65, modifiers=2)
             self.call("Input.insertText", text=source)
             typed = f"cells()[{cell}].model.sharedModel.getSource()"
-            wait(lambda: self.js(typed) == source, 10, "the text is typed")
+            wait_for(lambda: self.js(typed) == source, 10, "the text is typed")
         self.key("Enter", 13, modifiers=8)
 
     def run(self, cell: int, source: str | None = None) -> str:
@@ -102,7 +94,7 @@ class Page:
         before = self.js(count)
         self.start(cell, source)
         ended = f"idle() && {count} && {count} !== {json.dumps(before)}"
-        wait(lambda: self.js(ended), 60, f"cell {cell} has run")
+        wait_for(lambda: self.js(ended), 60, f"cell {cell} has run")
         return self.js(f"shown({cell})")
 
 
@@ -116,18 +108,18 @@ def page(tmp_path):
     began = [psutil.Popen([sys.executable, *LAB.split()], env=environment, **silent)]
     try:
         runtime = tmp_path / ".local/share/jupyter/runtime"
-        found = wait(lambda: [*runtime.glob("jpserver-*.json")], 60, "JupyterLab is up")
+        found = wait_for(lambda: [*runtime.glob("jpserver-*.json")], 60, "JupyterLab is up")
         url = f"{json.loads(found[0].read_text())['url']}lab/tree/{NOTEBOOK}?token=secret"
         profile = f"--user-data-dir={tmp_path}/profile"
         began.append(psutil.Popen([CHROMIUM, *HEADLESS.split(), profile, url], **silent))
         port = tmp_path / "profile/DevToolsActivePort"
-        wait(lambda: port.exists() and port.read_text(), 60, "Chromium is up")
+        wait_for(lambda: port.exists() and port.read_text(), 60, "Chromium is up")
         with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json") as got:
             (target,) = (one for one in json.load(got) if one["type"] == "page")
         opened = Page(target["webSocketDebuggerUrl"])
         opened.server = began[0]
         ready = "typeof jupyterapp === 'object' && !!panel()?.content && cells().length > 40"
-        wait(lambda: opened.js(f"{ready} && idle()"), 120, "the notebook is open")
+        wait_for(lambda: opened.js(f"{ready} && idle()"), 120, "the notebook is open")
         yield opened
     finally:
         for process in began:
@@ -139,8 +131,10 @@ def page(tmp_path):
 def test_a_reader_runs_solves_breaks_repairs_and_leaves(page):
     page.menu("notebook:run-all-cells")
     of_ranks = "code().some(cell => JSON.stringify(outputs(cell)).includes('rank 3'))"
-    wait(lambda: page.js(of_ranks), 120, "the first output of several ranks")
-    wait(lambda: page.js("idle() && code().every(cell => cell.model.executionCount)"), 240, "all")
+    wait_for(lambda: page.js(of_ranks), 120, "the first output of several ranks")
+    wait_for(
+        lambda: page.js("idle() && code().every(cell => cell.model.executionCount)"), 240, "all"
+    )
     assert page.js("code().every(c => outputs(c).every(one => one.output_type !== 'error'))")
 
     # An exercise after Run All: wrong, then right.
@@ -158,9 +152,9 @@ def test_a_reader_runs_solves_breaks_repairs_and_leaves(page):
 
     # The stop button, while the ranks are busy.
     page.start(exercise, "%%px\nimport time\nprint('begun', flush=True)\ntime.sleep(600)")
-    wait(lambda: "begun" in page.js(f"shown({exercise})"), 20, "the ranks are busy")
+    wait_for(lambda: "begun" in page.js(f"shown({exercise})"), 20, "the ranks are busy")
     page.menu("notebook:interrupt-kernel")
-    wait(lambda: page.js("idle()"), 20, "the interrupted cell has ended")
+    wait_for(lambda: page.js("idle()"), 20, "the interrupted cell has ended")
     assert "KeyboardInterrupt" in page.js(f"shown({exercise})")
 
     # The kernel is shut down, and its ranks with it.

@@ -22,11 +22,10 @@ CASES = {
     "neox tied": ("gpt_neox", {"tie_word_embeddings": True, "attention_bias": False}),
     "llama": ("llama", {"num_key_value_heads": 8}),  # three fused matrices of one size
     "llama biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama shared": (
-        "llama",
-        {"num_key_value_heads": 2, "head_dim": 6},
-    ),  # four ranks share two key and value heads
+    # Four ranks share two key and value heads.
+    "llama shared": ("llama", {"num_key_value_heads": 2, "head_dim": 6}),
     "gpt2": ("gpt2", {}),  # three fused matrices, their columns cut; some ranks hold padding only
+    "gpt2 untied": ("gpt2", {"tie_word_embeddings": False}),
     "llama tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 IDS = torch.arange(1, 1 + 2 * LENGTH).reshape(2, LENGTH)
@@ -70,16 +69,8 @@ def test_there_and_back(ranks, tmp_path, case, tp):
     assert len(files) > 2
     kind = CASES[case][0]
     options = [word for name in TINY[kind].options for word in ("--option", f"{name}=true")]
-    split = [
-        "split",
-        str(tmp_path / "hf"),
-        str(tmp_path / "run" / "step_0"),
-        "--tp",
-        str(tp),
-        "--pad",
-        *options,
-    ]
-    assert main(split) == 0 and main(["verify", str(tmp_path / "run")]) == 0
+    split = ["split", f"{tmp_path}/hf", f"{tmp_path}/run/step_0", "--tp", str(tp), "--pad"]
+    assert main([*split, *options]) == 0 and main(["verify", str(tmp_path / "run")]) == 0
 
     arguments = (case, str(tmp_path / "run"), str(tmp_path / "again"), original.state_dict())
     parts = ranks(load_and_save, *arguments, world_size=tp, tp=tp)
@@ -98,29 +89,28 @@ def test_there_and_back(ranks, tmp_path, case, tp):
 
 
 def old_norms(name: str) -> str:
-    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-        "LayerNorm.bias", "LayerNorm.beta"
-    )
+    for new, old in (("weight", "gamma"), ("bias", "beta")):
+        name = name.replace(f"LayerNorm.{new}", f"LayerNorm.{old}")
+    return name
 
 
+NEOX = "gpt_neox.layers.0.attention."
 PUBLISHED = {
-    "bert": lambda t: (
-        {old_norms(name): tensor for name, tensor in t.items()}
-        | {"bert.embeddings.position_ids": torch.arange(32)[None]}
-    ),
-    "neox": lambda t: (
-        t
-        | {
-            "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
-            "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
-            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1),
-        }
-    ),
+    "bert": lambda t: {
+        **{old_norms(name): tensor for name, tensor in t.items()},
+        "bert.embeddings.position_ids": torch.arange(32)[None],
+    },
+    "neox": lambda t: {
+        **t,
+        f"{NEOX}masked_bias": torch.tensor(-1e9),
+        f"{NEOX}bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        f"{NEOX}rotary_emb.inv_freq": torch.ones(1),
+    },
     "llama": lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
-    "gpt2": lambda t: (
-        {name.removeprefix("transformer."): x for name, x in t.items()}
-        | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
-    ),
+    "gpt2": lambda t: {
+        **{name.removeprefix("transformer."): x for name, x in t.items()},
+        "h.0.attn.bias": torch.ones(1, 1, 8, 8),
+    },
     "llama tied": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
 }
 
@@ -166,7 +156,7 @@ def test_a_rank_with_padding_only(tmp_path):
 
 def test_a_checkpoint_without_metadata_is_opened_by_naming_the_model(tmp_path, capsys):
     """As of the vendor's library."""
-    hugging_face("llama").save_pretrained(tmp_path / "hf")
+    hugging_face("llama shared").save_pretrained(tmp_path / "hf")
     folder, output = tmp_path / "run" / "step_0", str(tmp_path / "merged")
     assert main(["split", str(tmp_path / "hf"), str(folder), "--tp", "2", "--pad"]) == 0
     os.remove(folder / "metadata.json")

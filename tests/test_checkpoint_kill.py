@@ -73,21 +73,9 @@ def kills(folder: Path, number: int, async_save: bool, seed: int) -> int:
     log.touch()
     try:
         for _ in range(number):
-            arguments = (
-                chance.randrange(4),
-                chance.uniform(0, 0.6),
-                async_save,
-                chance.random() < 0.5,
-            )
-            pool.run(
-                save_until_killed,
-                str(folder),
-                str(log),
-                *arguments,
-                tp=2,
-                timeout=120,
-                return_exceptions=True,
-            )
+            delay, use_xser = chance.uniform(0, 0.6), chance.random() < 0.5
+            arguments = str(folder), str(log), chance.randrange(4), delay, async_save, use_xser
+            pool.run(save_until_killed, *arguments, tp=2, timeout=120, return_exceptions=True)
             pool.stop()
             completed = [int(line) for line in log.read_text().split()]
             found = tags.complete(folder)

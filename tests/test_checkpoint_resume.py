@@ -81,14 +81,8 @@ def never_stopped(folder, kind, zero, use_xser=False, async_save=False, full=Fal
                 "it stops in the middle of an epoch"
             )
             content = {"global_step": step.step, "data": run.sampler.state_dict()}
-            save_checkpoint(
-                folder,
-                f"step_{step.step}",
-                *run.all,
-                content,
-                use_xser=use_xser,
-                async_save=async_save,
-            )
+            saves = dict(use_xser=use_xser, async_save=async_save)
+            save_checkpoint(folder, f"step_{step.step}", *run.all, content, **saves)
 
     records = run.train(0, on_step)
     finalize_checkpoint()
@@ -103,24 +97,23 @@ def gone_on(folder, kind, zero, full=False, **options):
 
 
 def compare(
-    tmp_path, kind, zero, use_xser, async_save, backend="cpu", world_size=4, timeout=60, **options
+    ranks, tmp_path, kind, zero, use_xser, async_save, backend="cpu", timeout=60, **options
 ):
     # With ZeRO-1 a bfloat16 model, whose masters matter; without, torch's own precision.
     options = {"dtype": torch.bfloat16 if zero else torch.float32, **options}
-    arguments = (str(tmp_path), kind, zero)
-    found = []
-    for function, more in ((never_stopped, (use_xser, async_save)), (gone_on, ())):
-        pool = RankPool(world_size, backend)  # new processes
-        try:
-            found.append(pool.run(function, *arguments, *more, tp=2, timeout=timeout, **options))
-        finally:
-            pool.stop()
-    for (records, weights), (again, resumed) in zip(*found):
-        assert len(records) == STEPS - SAVED_AT and len({loss for loss, *_ in records}) == len(
-            records
-        )
-        assert again == records
-        assert same(weights, resumed)
+    arguments, where = (str(tmp_path), kind, zero), dict(tp=2, timeout=timeout)
+    saves = dict(use_xser=use_xser, async_save=async_save)
+    before = ranks(
+        never_stopped, *arguments, **saves, **options, **where, world_size=4, backend=backend
+    )
+    pool = RankPool(4, backend)  # new processes
+    try:
+        after = pool.run(gone_on, *arguments, **where, **options)
+    finally:
+        pool.stop()
+    for (records, weights), (again, resumed) in zip(before, after):
+        assert len({loss for loss, *_ in records}) == len(records) == STEPS - SAVED_AT
+        assert again == records and same(weights, resumed)
 
 
 GRID = list(product(TINY, (False, True), (False, True), (False, True)))
@@ -134,44 +127,39 @@ COVERING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, zero, use_xser, async_save", COVERING)
-def test_resume_equals_never_having_stopped(tmp_path, kind, zero, use_xser, async_save):
-    compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=zero)
+def test_resume_equals_never_having_stopped(ranks, tmp_path, kind, zero, use_xser, async_save):
+    compare(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel=zero)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
-def test_every_switch(tmp_path, kind, zero, use_xser, async_save, sequence_parallel):
+def test_every_switch(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel):
     if sequence_parallel and not TINY[kind].sequence_parallel:
         pytest.skip(f"{kind} has no sequence parallel")
-    compare(tmp_path, kind, zero, use_xser, async_save, sequence_parallel=sequence_parallel)
+    compare(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel=sequence_parallel)
 
 
-def on_xla(tmp_path, *case):
-    compare(tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
+def on_xla(ranks, tmp_path, *case):
+    compare(ranks, tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
 
 
 @needs_xla
 @pytest.mark.slow
-def test_resume_on_xla(tmp_path):
-    on_xla(tmp_path, *COVERING[0])
+def test_resume_on_xla(ranks, tmp_path):
+    on_xla(ranks, tmp_path, *COVERING[0])
 
 
 @needs_xla
 @pytest.mark.grid
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
-def test_every_switch_on_xla(tmp_path, kind, zero, use_xser, async_save):
-    on_xla(tmp_path, kind, zero, use_xser, async_save)
+def test_every_switch_on_xla(ranks, tmp_path, kind, zero, use_xser, async_save):
+    on_xla(ranks, tmp_path, kind, zero, use_xser, async_save)
 
 
-RESHARDED = [
-    ("bert", True, 2, 1),
-    ("gpt_neox", False, 4, 4),
-    ("gpt_neox", True, 2, 2),
-    ("llama", True, 4, 4),
-    ("gpt2", True, 4, 4),
-]
+RESHARDED = [("bert", True, 2, 1), ("gpt_neox", False, 4, 4), ("gpt_neox", True, 2, 2)]
+RESHARDED += [("llama", True, 4, 4), ("gpt2", True, 4, 4)]
 
 
 def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):

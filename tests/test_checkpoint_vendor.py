@@ -9,13 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.standin import Standin, attempt, run, state, zero
-from tests.test_checkpoint_tools import (
-    assert_same_runs,
-    optimizer_of,
-    zero_resume,
-    zero_straight,
-)
+from tests.standin import Standin, build, refused, state, train, zero
+from tests.test_checkpoint import assert_same_runs, resume, straight
 from tutorial_lib.checkpoint import load_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.parallel_layers import comm, parallel_state
@@ -62,14 +57,13 @@ def vendor_state(optimizer) -> dict:
 
 
 def trained(dtype, zero1=True):
-    model = Standin(dtype)
-    optimizer = optimizer_of(model, zero1)
-    run(model, optimizer, 0, 3)
-    return model, optimizer
+    objects = build(Standin, dtype, zero1)
+    train(objects, 0, 3)
+    return objects
 
 
 def write_as_vendor(folder: str, dtype, zero1: bool, with_masters: bool) -> None:
-    model, optimizer = trained(dtype, zero1)
+    model, optimizer, schedule = trained(dtype, zero1)
     place = ranks_module.my_place()
     value = vendor_state(optimizer) if zero1 else optimizer.state_dict()
     if not with_masters:
@@ -82,7 +76,8 @@ def write_as_vendor(folder: str, dtype, zero1: bool, with_masters: bool) -> None
         if dp == place.dp:
             name = f"dp_rank_{dp:02d}_tp_rank_{place.tp:02d}_pp_rank_00.pt"
             torch.save(held, f"{folder}/step_3/{part}/{name}")
-    torch.save({"global_step": 3}, f"{folder}/step_3/user_content.pt")
+    torch.save({"position": 12}, f"{folder}/step_3/user_content.pt")
+    torch.save(schedule.state_dict(), f"{folder}/step_3/scheduler.pt")
     for name in ("checkpoint", "done"):
         with open(f"{folder}/step_3/{name}", "w") as file:
             file.write("1")
@@ -96,8 +91,8 @@ def test_the_vendors_optimizer_at_every_mesh(ranks, tmp_path, dtype, zero1, with
     ranks(write_as_vendor, str(tmp_path), dtype, zero1, with_masters, world_size=4, tp=2)
     for world_size, tp in MESHES:
         mesh = dict(world_size=world_size, tp=tp)
-        found = ranks(zero_resume, str(tmp_path), None, Standin, dtype, zero1, **mesh)
-        assert_same_runs(found, ranks(zero_straight, Standin, dtype, zero1, **mesh))
+        found = ranks(resume, str(tmp_path), None, dtype, zero1, Standin, False, **mesh)
+        assert_same_runs(found, ranks(straight, dtype, zero1, Standin, **mesh))
 
 
 @pytest.mark.parametrize("command", [["merge"], ["reshard", "--tp", "1"]])
@@ -146,8 +141,7 @@ def load_weights(folder):
 )
 def test_shared_heads_in_another_order_are_refused(ranks, tmp_path, tp, words):
     ranks(tiled, str(tmp_path), world_size=4, tp=4)
-    for kind, message in ranks(attempt, load_weights, str(tmp_path), world_size=tp, tp=tp):
-        assert kind is ValueError and words in message, message
+    refused(ranks, ValueError, [words], load_weights, str(tmp_path), world_size=tp, tp=tp)
 
 
 def load_drifted(folder):
@@ -180,10 +174,12 @@ def save_as_vendor(folder, dtype, _):
 
 
 def go_on_sharded(folder, dtype, num_workers):
-    model = zero(Standin(dtype))
-    optimizer = optimizer_of(model)
+    model, optimizer, schedule = build(Standin, dtype, True)
+    zero(model)
     optimizer.load_sharded_state_dict(folder, num_workers)  # the weights too, from the masters
-    return run(model, optimizer, 3, 8)
+    schedule.last_epoch = 2
+    schedule.step()
+    return train((model, optimizer, schedule), 3, 8)
 
 
 @pytest.mark.parametrize(("write", "num_workers"), [(save_sharded, 1), (save_as_vendor, 8)])
@@ -197,33 +193,9 @@ def test_sharded_state_dict_at_every_mesh(ranks, tmp_path, write, num_workers):
     for world_size, tp in MESHES:
         mesh = dict(world_size=world_size, tp=tp)
         found = ranks(go_on_sharded, str(tmp_path), dtype, num_workers, **mesh)
-        assert_same_runs(found, ranks(zero_straight, Standin, dtype, **mesh))
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/should-not-exist",)
-
-
-SPOILS = {
-    "missing": (os.remove, FileNotFoundError, "is missing"),
-    "truncated": (lambda path: os.truncate(path, 100), ValueError, "truncated"),
-    "bomb": (lambda path: torch.save({"base_state": Bomb()}, path), ValueError, "refused"),
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_spoiled_shard_is_named_on_all_ranks(ranks, tmp_path, spoil):
-    ranks(save_sharded, str(tmp_path), torch.float32, 8, world_size=4, tp=2)
-    action, error, words = SPOILS[spoil]
-    action(tmp_path / "optim.dp_rank_01.tp_rank_01")
-    arguments = (go_on_sharded, str(tmp_path), torch.float32, 8)
-    for kind, message in ranks(attempt, *arguments, world_size=4, tp=2, timeout=30):
-        assert kind is error and words in message and "optim.dp_rank_01.tp_rank_01" in message
-    assert not os.path.exists("/tmp/should-not-exist")
+        assert_same_runs(found, ranks(straight, dtype, True, Standin, **mesh))
 
 
 def test_an_empty_folder(ranks, tmp_path):
     arguments = (go_on_sharded, str(tmp_path / "none"), torch.float32, 8)
-    for kind, message in ranks(attempt, *arguments, world_size=2, tp=2):
-        assert kind is FileNotFoundError and "none" in message
+    refused(ranks, FileNotFoundError, ["none"], *arguments)

@@ -1,7 +1,6 @@
 """`parallel_layers.checkpointing`: files, options and errors of `save` and `load`."""
 
 import os
-import pickle
 
 import pytest
 import torch
@@ -62,45 +61,6 @@ def test_torch_xla_reads_xser_and_we_read_its(ranks, tmp_path):
     torch.save({"w": theirs_.TensorReference(0), "n": 3}, theirs)
     torch.save(torch.ones(2), f"{theirs}.tensors/tensor_0.pt")
     assert xser.load(theirs)["w"].tolist() == [1, 1]
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/should-not-exist",)
-
-
-def spoil(folder, kind):
-    checkpointing.save({"model": Standin().state_dict()}, folder)
-    if parallel_state.get_tensor_model_parallel_rank() == 1:
-        path = f"{folder}/tp_rank_01_pp_rank_00/checkpoint.pt"
-        if kind == "missing":
-            os.remove(path)
-        elif kind == "truncated":
-            os.truncate(path, os.path.getsize(path) - 700)
-        elif kind == "raw bomb":
-            with open(path, "wb") as file:
-                pickle.dump(Bomb(), file)
-        else:
-            value = {"bomb": Bomb(), "foreign": {"other": torch.ones(1)}}[kind]
-            torch.save({"model": value}, path)
-    checkpointing.load(folder, Standin())
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "words"),
-    [
-        ("missing", FileNotFoundError, "is missing"),
-        ("truncated", ValueError, "is truncated"),
-        ("bomb", ValueError, "refused"),
-        ("raw bomb", ValueError, "refused"),
-        ("foreign", ValueError, "another model"),
-    ],
-)
-def test_a_bad_file_is_named_on_all_ranks(ranks, tmp_path, kind, error, words):
-    found = ranks(attempt, spoil, str(tmp_path), kind, world_size=2, tp=2, timeout=30)
-    for kind_of, message in found:
-        assert kind_of is error and words in message and "tp_rank_01_pp_rank_00" in message, message
-    assert not os.path.exists("/tmp/should-not-exist")
 
 
 def bad_arguments(folder):

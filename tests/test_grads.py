@@ -82,24 +82,6 @@ def test_a_nan_on_any_rank_is_the_norm_on_all(ranks, bad):
     assert all(norm.isnan() for norm in found)
 
 
-def kv_norm():
-    parallel_state.initialize_kv_group(2)  # ranks 0, 1 hold one key/value head, 2, 3 the other
-    head = TP() // 2
-    separate = [
-        parameter([1.0 + TP()], sharded=True),
-        parameter([10.0 * (1 + head)], sharded=True, kv_shared_numel=1),
-    ]
-    fused = parameter([1.0 + TP(), 10.0 * (1 + head)], sharded=True, kv_shared_numel=1)
-    return [grads.get_grad_norm(separate), grads.get_grad_norm(fused)]
-
-
-def test_weights_shared_by_a_kv_group_count_once(ranks):
-    for result in ranks(kv_norm, world_size=4, tp=4):
-        assert [n.item() for n in result] == pytest.approx(
-            [(1 + 4 + 9 + 16 + 100 + 400) ** 0.5] * 2
-        )
-
-
 def no_gradients():
     return grads.clip_grad_norm(iter([nn.Parameter(torch.ones(2))]), 1.0).item()
 
@@ -119,17 +101,6 @@ def wrong_arguments():
 
 def test_bad_arguments_are_named_on_every_rank(ranks):
     ranks(wrong_arguments, world_size=2, tp=2)
-
-
-def coalesced_collectives():
-    parameters = [parameter([1.0] * n, sharded=n % 2 == 0) for n in range(1, 40)]
-    with comm.record() as log:
-        grads.clip_grad_norm(parameters, 1.0)
-    return dict(comm.count(log))
-
-
-def test_the_norm_takes_one_small_all_reduce(ranks):
-    assert ranks(coalesced_collectives, world_size=2, tp=2)[0] == {("all_reduce", 2): 1}
 
 
 # --- reductions -----------------------------------------------------------------------------------

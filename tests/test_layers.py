@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from tutorial_lib.modules.qkv_linear import GQAQKVColumnParallelLinear
+from tutorial_lib.modules.rms_norm import RMSNorm
 from tutorial_lib.parallel_layers import comm, mappings, parallel_state
+from tutorial_lib.parallel_layers.layer_norm import LayerNorm
 from tutorial_lib.parallel_layers.layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
@@ -22,7 +24,7 @@ from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.parallel_layers.utils import padding_of
 
-from .parity import assert_messages
+from .parity import assert_messages, whole
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SIZES = [1, 2, 4]
@@ -32,14 +34,6 @@ def noise(*shape, seed=1, dtype=torch.float64):
     return torch.randn(
         shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)
-
-
-def whole(tensor, marked=None):
-    """The full tensor of all ranks' parts."""
-    partition = partition_of(tensor if marked is None else marked)
-    if partition is None:
-        return tensor
-    return partition.merge(comm.all_gather(tensor[None], 0).unbind(0))
 
 
 def compare(layer, plain, x, run, dtype):
@@ -268,9 +262,11 @@ def test_autocast_computes_in_bf16_and_gives_gradients_in_the_weights_dtype(rank
 # --- marks, copies, meta --------------------------------------------------------------------------
 
 
+MARKS = (*TENSOR_PARALLEL_ATTRIBUTES, "sequence_parallel_enabled", "pad_size", "kv_shared_numel")
+
+
 def marks_of(module):
-    names = (*TENSOR_PARALLEL_ATTRIBUTES, "sequence_parallel_enabled", "pad_size")
-    return {n: {k: getattr(p, k, None) for k in names} for n, p in module.named_parameters()}
+    return {n: tuple(getattr(p, k, None) for k in MARKS) for n, p in module.named_parameters()}
 
 
 def survivors():
@@ -281,6 +277,9 @@ def survivors():
             "row": RowParallelLinear(8, 4, input_is_parallel=True, **sp),
             "fused": ColumnParallelLinear(4, 8, gather_output=False, stride=2),
             "embedding": ParallelEmbedding(8, 4),
+            "qkv": GQAQKVColumnParallelLinear(4, (8, 4), kv_size_multiplier=2),
+            "norm": LayerNorm(4, **sp),
+            "rms": RMSNorm(4, **sp),
         }
     )
     copies = {"deepcopy": copy.deepcopy(model), "pickle": pickle.loads(pickle.dumps(model))}
@@ -298,19 +297,19 @@ def survivors():
 
 
 def test_marks_follow_the_parameters(ranks):
-    names = (*TENSOR_PARALLEL_ATTRIBUTES, "sequence_parallel_enabled", "pad_size")
     expected = {
-        "column.weight": (True, 0, 1, 4, None, 2),
-        "column.bias": (True, 0, 1, 4, None, 2),
-        "row.weight": (True, 1, 1, 4, None, None),
-        "row.bias": (False, -1, 1, -1, True, None),
-        "fused.weight": (True, 0, 2, 4, None, None),
-        "fused.bias": (True, 0, 2, 4, None, None),
-        "embedding.weight": (True, 0, 1, 4, None, None),
+        "column.weight": (True, 0, 1, 4, None, 2, None),
+        "column.bias": (True, 0, 1, 4, None, 2, None),
+        "row.weight": (True, 1, 1, 4, None, None, None),
+        "row.bias": (False, -1, 1, -1, True, None, None),
+        "fused.weight": (True, 0, 2, 4, None, None, None),
+        "fused.bias": (True, 0, 2, 4, None, None, None),
+        "embedding.weight": (True, 0, 1, 4, None, None, None),
     }
-    expected = {name: dict(zip(names, marks)) for name, marks in expected.items()}
     for marks, copies in ranks(survivors, world_size=4, tp=4):
-        assert marks == expected and all(found == marks for found in copies.values()), copies
+        assert expected.items() <= marks.items() and marks["qkv.weight_qkv"][-1] == 16
+        assert all(marks[f"{norm}.weight"][4] for norm in ("norm", "rms"))
+        assert all(found == marks for found in copies.values()), copies
 
 
 class Tied(nn.Module):

@@ -193,11 +193,7 @@ def test_the_same_error_everywhere_leaves_the_group_alone(notebook):
 
 @pytest.mark.parametrize(
     "collective",
-    [
-        "dist.all_reduce(x, group=held)",
-        "dist.barrier()",
-        "dist.new_group([0, 1, 2, 3])",
-    ],
+    ["dist.all_reduce(x, group=held)", "dist.barrier()", "dist.new_group([0, 1, 2, 3])"],
 )
 def test_one_rank_raises_while_the_others_wait(notebook, collective):
     notebook.run("%px text = 'kept'; x = torch.ones(3); held = dist.new_group([0, 1, 2, 3])")
@@ -248,53 +244,43 @@ def test_a_killed_rank_is_named_with_its_signal_and_a_restart_helps(notebook):
 HOLD = "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep(60)\n"
 
 
-@pytest.mark.parametrize(
-    "cell, shown",
-    [
-        ("if rank == 3: raise ValueError('alone')", ["rank 3: ValueError: alone", "mesh.reset()"]),
-        (
-            "if rank != 2:\n    dist.all_reduce(torch.ones(3))",
-            [
-                "ranks 0, 1, 3 waited in all_reduce (at: dist.all_reduce(torch.ones(3))); rank 2 "
-                "never arrived: the cell had ended there"
-            ],
-        ),
-        (
-            "x = torch.ones(3)\ndist.barrier() if rank < 2 else dist.all_gather([x] * 4, x)",
-            ["ranks 0, 1 waited in barrier", "in different collectives"],
-        ),
-        (
-            "import time\nif rank == 1: raise ValueError('own')\ntime.sleep(60)",
-            ["rank 1: ValueError: own", "ranks 0, 2, 3 still ran (at: time.sleep(60))"],
-        ),
-        (
-            HOLD + "if rank == 0: raise ValueError('own')\ndist.barrier()",
-            ["rank 0: ValueError: own", "ranks 2, 3 waited in barrier", "rank 1 still ran (at: a"],
-        ),
-        (
-            "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
-            ["rank 1: the process was stopped (SIGSTOP)", "ranks 0, 2, 3 waited in barrier"],
-        ),
-        (
-            "x = torch.ones(500_000 if rank == 1 else 3)\ndist.all_reduce(x)",
-            ["bytes arrived where", "tensors of different sizes", "waited in all_reduce"],
-        ),
-        (
-            "import os\nif rank == 2: os._exit(3)\ndist.barrier()",
-            ["rank 2: the process exited with status 3", "ranks 0, 1, 3 waited in barrier"],
-        ),
-    ],
-    ids=[
-        "alone",
-        "never",
-        "different",
-        "others compute",
-        "holds the lock",
-        "stopped",
-        "shapes",
-        "exits",
-    ],
-)
+GUILTY = {
+    "alone": (
+        "if rank == 3: raise ValueError('alone')", ["rank 3: ValueError: alone", "mesh.reset()"]
+    ),
+    "never": (
+        "if rank != 2:\n    dist.all_reduce(torch.ones(3))",
+        ["ranks 0, 1, 3 waited in all_reduce (at: dist.all_reduce(torch.ones(3))); rank 2 never "
+         "arrived: the cell had ended there"],
+    ),
+    "different": (
+        "x = torch.ones(3)\ndist.barrier() if rank < 2 else dist.all_gather([x] * 4, x)",
+        ["ranks 0, 1 waited in barrier", "in different collectives"],
+    ),
+    "others compute": (
+        "import time\nif rank == 1: raise ValueError('own')\ntime.sleep(60)",
+        ["rank 1: ValueError: own", "ranks 0, 2, 3 still ran (at: time.sleep(60))"],
+    ),
+    "holds the lock": (
+        HOLD + "if rank == 0: raise ValueError('own')\ndist.barrier()",
+        ["rank 0: ValueError: own", "ranks 2, 3 waited in barrier", "rank 1 still ran (at: a"],
+    ),
+    "stopped": (
+        "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
+        ["rank 1: the process was stopped (SIGSTOP)", "ranks 0, 2, 3 waited in barrier"],
+    ),
+    "shapes": (
+        "x = torch.ones(500_000 if rank == 1 else 3)\ndist.all_reduce(x)",
+        ["bytes arrived where", "tensors of different sizes", "waited in all_reduce"],
+    ),
+    "exits": (
+        "import os\nif rank == 2: os._exit(3)\ndist.barrier()",
+        ["rank 2: the process exited with status 3", "ranks 0, 1, 3 waited in barrier"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell, shown", GUILTY.values(), ids=GUILTY)
 def test_the_guilty_rank_is_first_within_30_s_and_the_mesh_recovers(notebook, cell, shown):
     error = notebook.fail(f"%%px\n{cell}", 30)
     assert shown[0] in error.splitlines()[0] and all(text in error for text in shown), error
@@ -420,16 +406,13 @@ def test_a_kernel_killed_while_it_starts_the_mesh_leaves_nothing(moment):
         seen[0].assert_gone(within=10, kernel_too=True)
 
 
+RAISES = "%%px\nif rank == 1:\n    raise ValueError('only here')\ndist.barrier()"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cell, said",
-    [
-        (
-            "%%px\nif rank == 1:\n    raise ValueError('only here')\ndist.barrier()",
-            "RankError: rank 1: ValueError: only here",
-        ),
-        ("%%px\nwhile True: pass", "timed out"),
-    ],
+    [(RAISES, "RankError: rank 1: ValueError: only here"), ("%%px\nwhile True: pass", "timed out")],
     ids=["one rank raises", "time-out"],
 )
 def test_papermill_fails_and_leaves_nothing_where_the_host_name_does_not_resolve(
@@ -466,10 +449,7 @@ def test_on_xla_the_rank_that_raises_is_named_and_three_meshes_start_in_one_kern
     except ValueError as error:
         pytest.skip(str(error))
     with Notebook() as notebook:
-        notebook.run(
-            "from tutorial_lib.lab.mesh import Mesh\nmesh = Mesh(2, tp_size=2, backend='xla', "
-            "timeout=8)\nmesh.start()"
-        )
+        notebook.run(SETUP.replace("world_size=4", "world_size=2, backend='xla'"))
         for _ in range(2):
             said = notebook.fail(
                 "%%px\nfrom tutorial_lib.backends import mark_step\nfrom "

@@ -1,89 +1,111 @@
-"""Whole models traced by XLA: the values of the CPU, and exactly the conversations that the model
-needs.
+"""Whole models traced by XLA: the values of the CPU, exactly the collectives that the model needs,
+and no look at a value.
 """
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from tutorial_lib.backends import get_device, mark_step
 from tutorial_lib.lab.plan.communication import collectives
 from tutorial_lib.lab.plan.dry_run import dry_run
 from tutorial_lib.lab.plan.runs import Run
-from tutorial_lib.models.bert import BertForPreTraining
-from tutorial_lib.models.gpt import GPT2LMHeadModel
-from tutorial_lib.models.gpt_neox import GPTNeoXForCausalLM
-from tutorial_lib.models.llama2 import LlamaForCausalLM
 from tutorial_lib.parallel_layers import move_model_to_device
+from tutorial_lib.parallel_layers.layers import ParallelEmbedding
+from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.training.loop import accumulate_gradients
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
 from tutorial_lib.xla_cpu.graphs import find_collectives, find_masks
 
-from .parity import assert_same, bert_batch, next_token_batch, train_together
+from .parity import (
+    assert_same,
+    gradient_of,
+    hugging_face_loss,
+    micro_batch,
+    next_token_batch,
+    reference,
+    train_together,
+    whole_gradients,
+)
 from .pool import needs_xla
+from .test_models import VOCAB, config
+from .tiny_models import LENGTH, TINY
 
-pytestmark = [pytest.mark.slow, needs_xla]
-
-SIZES = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
-    max_position_embeddings=32,
-)  # fmt: skip
-GPT_SIZES = dict(
-    n_embd=32, n_layer=2, n_head=4, vocab_size=300, n_positions=32, bos_token_id=0, eos_token_id=0,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
-NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-MODELS = {
-    "bert": lambda **sizes: BertForPreTraining(
-        BertConfig(**SIZES, **NO_DROPOUT, **sizes), True, True
-    ),
-    "gpt_neox": lambda **sizes: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, **sizes), True),
-    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES, **sizes), True),
-    "gpt": lambda **sizes: GPT2LMHeadModel(GPT2Config(**{**GPT_SIZES, **sizes}), True),
-}
-BATCHES = {
-    "bert": bert_batch,
-    "gpt_neox": next_token_batch,
-    "llama": next_token_batch,
-    "gpt": partial(next_token_batch, kind="targets"),
-}
-LENGTH = 16
+pytestmark = needs_xla
 MESH = dict(world_size=4, tp=2, timeout=300)
 TP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+# Key and value on both ranks, and a vocabulary that does not divide.
+SHARED = dict(num_key_value_heads=1, vocab_size=97)
 
 
-def build(name, backend, dtype=torch.float32, **sizes):
+def build(name, backend, dtype=torch.float32, sequence_parallel=True, **changes):
     torch.manual_seed(3)
-    model = MODELS[name](**sizes).to(dtype)
+    model = TINY[name].build(config(name, **changes), sequence_parallel and name != "bert")
+    model = model.to(dtype)
     if dtype == torch.float64 and name in ("gpt_neox", "llama"):
         # Hugging Face's angles are float32 in any case, and XLA's cosine rounds the last digit
         # otherwise than PyTorch's.
-        rotary = (model.model if name == "llama" else model.gpt_neox).rotary_emb
+        rotary = model.base_model.rotary_emb
         angles = rotary(torch.zeros(1, dtype=dtype), torch.arange(LENGTH)[None])
         rotary.forward = lambda x, position_ids: tuple(angle.to(x.device) for angle in angles)
     return move_model_to_device(model, get_device(backend))
 
 
+def traced(sequence_parallel):
+    import torch_xla.debug.metrics as metrics
+
+    model = build("llama", "xla", sequence_parallel=sequence_parallel, **SHARED)
+    batch = {name: tensor.to("xla") for name, tensor in next_token_batch(0).items()}
+    mark_step()
+    looked = metrics.counter_value("aten::_local_scalar_dense")  # counts since the process began
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = whole_gradients(model)
+    assert metrics.counter_value("aten::_local_scalar_dense") == looked, "a value was looked at"
+    mark_step()
+    embedding = move_model_to_device(ParallelEmbedding(8, 4), get_device("xla"))
+    bad = embedding(torch.tensor([[0, 8]], device="xla")).isnan().all(-1)
+    # torch-xla orders collectives by adding zero times a result to the next input: NaN spreads.
+    mark_step()
+    logits, target = torch.zeros(2, 8, device="xla"), torch.tensor([0, 16], device="xla")
+    lost = parallel_cross_entropy(logits, target).isnan()
+    mark_step()
+    assert bad.tolist() == [[False, True]] and lost.tolist() == [False, True]
+    return loss.item(), {name: tensor.cpu() for name, tensor in gradients.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_traced_step_equals_one_process(ranks, sequence_parallel):
+    torch.manual_seed(3)
+    model = reference(TINY["llama"], config("llama", **SHARED), torch.float32)
+    loss = hugging_face_loss(model, next_token_batch(0))
+    loss.backward()
+    wanted = {name: gradient_of(p) for name, p in model.named_parameters()}
+    where = dict(world_size=2, tp=2, backend="xla", timeout=240)
+    for found, gradients in ranks(traced, sequence_parallel, **where):
+        assert_same(([found], [], gradients, {}), ([loss.item()], [], wanted, {}), 1e-5)
+
+
 def trained(name, backend, dtype):
-    sizes = {}
-    if dtype == torch.float64 and name != "llama":
+    changes = {}
+    if name != "llama":
         # torch-xla's GELU has a constant of nine digits, so in float64 it is another function; and
         # it rounds the ε of a LayerNorm to float32, which this one survives.
-        sizes = {"hidden_act": "relu", "layer_norm_eps": 2.0**-17}
-        if name == "gpt":
-            sizes = {"activation_function": "relu", "layer_norm_epsilon": 2.0**-17}
+        act, eps = "hidden_act", "layer_norm_eps"
+        if name == "gpt2":
+            act, eps = "activation_function", "layer_norm_epsilon"
+        changes = {act: "relu", eps: 2.0**-17}
+    kind, sharded = "targets" if name == "gpt2" else "whole", name != "bert"
     return train_together(
-        build(name, backend, dtype, **sizes), BATCHES[name], zero=name != "bert",
-        accumulation=2, steps=5, lr=1e-3,
-        max_norm=0.5, sequence_parallel=name != "bert",
+        build(name, backend, dtype, **changes), lambda index: micro_batch(name, kind, index),
+        zero=sharded, accumulation=2, steps=5, lr=1e-3, max_norm=0.5, sequence_parallel=sharded,
     )  # fmt: skip
 
 
 # In float64 nothing differs, so only the order of sums can differ in float32.
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
 def test_training_equals_the_cpu_in_float64(ranks, name):
     expected = ranks(trained, name, "cpu", torch.float64, **MESH)[0]
     assert min(expected[1]) > 0.5, "nothing was clipped"
@@ -92,21 +114,16 @@ def test_training_equals_the_cpu_in_float64(ranks, name):
 
 
 RUNS = {
-    "bert": Run(BertConfig(**SIZES, **NO_DROPOUT), 2, 2, 3, LENGTH, 2),
-    "bert, cut, zero": Run(
-        BertConfig(**SIZES, **NO_DROPOUT), 2, 2, 2, LENGTH, 1, zero=True,
-        options=dict(shard_mlp=True, shard_vocabulary=True),
-    ),
+    "bert": Run(config("bert"), 2, 2, 3, LENGTH, 2),
+    "bert, cut, zero": Run(config("bert"), 2, 2, 2, LENGTH, 1, zero=True, options=VOCAB),
     "gpt_neox, sequence parallel, zero": Run(
-        GPTNeoXConfig(**SIZES), 2, 2, 2, LENGTH, 3, sequence_parallel=True, zero=True,
+        config("gpt_neox"), 2, 2, 2, LENGTH, 3, sequence_parallel=True, zero=True
     ),
     "llama, grouped, float32 gradients": Run(
-        LlamaConfig(**SIZES, num_key_value_heads=1), 2, 2, 2, LENGTH, 2, sequence_parallel=True,
+        config("llama", num_key_value_heads=1), 2, 2, 2, LENGTH, 2, sequence_parallel=True,
         checkpointing="selective+mlp", zero=True, dtype=torch.bfloat16, float32_gradients=True,
     ),
-    "gpt, checkpointing": Run(
-        GPT2Config(**GPT_SIZES), 2, 2, 2, LENGTH, 2, checkpointing="full",
-    ),
+    "gpt, checkpointing": Run(config("gpt2"), 2, 2, 2, LENGTH, 2, checkpointing="full"),
 }  # fmt: skip
 GROUPS = {"tp": TP, "dp": DP}
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int64: "s64"}
@@ -132,6 +149,7 @@ def graphs_of_a_run(run):
     return find_collectives(graph.computation.as_hlo_text() for graph in ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, name):
     """Kind, group, shape, dtype and count, all of them. What is read is the graph as it is traced
@@ -161,6 +179,7 @@ def masks_of_llama(mode, padded):
     return find_masks(xla_cpu.hlo_text(), LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_the_causal_mask_is_a_constant_of_the_graph_and_one_of_padding_is_not(ranks, mode):
     constant = ranks(masks_of_llama, mode, False, backend="xla", **MESH)[0]

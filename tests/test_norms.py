@@ -1,14 +1,11 @@
 """LayerNorm and RMSNorm: equal to torch's and Hugging Face's, also on shards of the sequence."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tutorial_lib.modules.rms_norm import RMSNorm
-from tutorial_lib.parallel_layers import comm, grads, mappings
 from tutorial_lib.parallel_layers.layer_norm import LayerNorm
 
 
@@ -70,43 +67,6 @@ def test_layer_norm_gives_the_inputs_dtype(inputs, weights):
     )
 
 
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_the_mark_survives(kind):
-    for flag in (True, False):
-        norm = copy.deepcopy(kind(8, sequence_parallel_enabled=flag)).to(torch.bfloat16)
-        assert all(p.sequence_parallel_enabled is flag for p in norm.parameters())
-
-
 def test_an_input_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"\(2, 4\).*8 features"):
         RMSNorm(8)(torch.ones(2, 4))
-
-
-def train(sequence_parallel):
-    """Two micro-steps a step, three steps; the sequence of 8 is whole or cut."""
-    model = nn.Sequential(
-        LayerNorm(6, sequence_parallel_enabled=sequence_parallel),
-        RMSNorm(6, sequence_parallel_enabled=sequence_parallel),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        for micro in range(2):
-            x, cotangent = (random(8, 2, 6, seed=100 * step + 10 * micro + i) for i in range(2))
-            if sequence_parallel:
-                x, cotangent = (
-                    mappings.scatter_to_sequence_parallel_region(t) for t in (x, cotangent)
-                )
-            (model(x) * cotangent).sum().backward()
-        if sequence_parallel:
-            grads.allreduce_sequence_parallel_gradients(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = [p.detach() for p in model.parameters()]
-    assert all(torch.equal(w, comm.all_reduce("max", w)) for w in weights)
-    return weights
-
-
-def test_norm_weights_under_sequence_parallel_equal_the_whole(ranks):
-    wanted = ranks(train, False, world_size=1, tp=1)[0]
-    for found in ranks(train, True, world_size=2, tp=2):
-        assert all((f - w).abs().max() <= 1e-6 for f, w in zip(found, wanted, strict=True))

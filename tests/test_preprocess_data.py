@@ -17,25 +17,8 @@ from data_scripts.preprocess_data import preprocess
 from tutorial_lib.data.gpt_dataset import build_gpt_datasets
 from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 
-WORDS = [
-    "the",
-    "tensor",
-    "of",
-    "a",
-    "rank",
-    "is",
-    "cut",
-    "by",
-    "Größe,",
-    "日本語",
-    "and",
-    "don't",
-    "",
-    "",
-    "tabs\tor",
-    "lines\n\nthat",
-    "end",
-]
+WORDS = ["the", "tensor", "of", "a", "rank", "is", "cut", "by", "Größe,", "日本語", "and", "don't"]
+WORDS += ["end", "", "", "tabs\tor", "lines\n\nthat"]
 
 
 def sentences(count, seed=0):

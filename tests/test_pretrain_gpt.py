@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
+from tests.slurm import wait_for
 from tutorial_lib.checkpoint.__main__ import main as tools
 from tutorial_lib.checkpoint.tags import complete, latest
 from tutorial_lib.data.gpt_dataset import build_gpt_datasets
@@ -51,22 +51,11 @@ def data(tmp_path_factory):
 
 def arguments(data, **changes) -> GPTArguments:
     sizes = dict(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=16,
-        max_position_embeddings=16,
-        micro_batch_size=2,
-        global_batch_size=8,
-        train_iters=6,
-        lr=1e-2,
-        lr_decay_style="cosine",
-        lr_warmup_fraction=0.2,
-        split="80,20,0",
-        eval_interval=2,
-        eval_iters=2,
-        log_interval=1,
-    )
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16,
+        max_position_embeddings=16, micro_batch_size=2, global_batch_size=8, train_iters=6,
+        lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=0.2, split="80,20,0",
+        eval_interval=2, eval_iters=2, log_interval=1,
+    )  # fmt: skip
     return GPTArguments(**{**sizes, **data, **changes})
 
 
@@ -83,13 +72,12 @@ def same_weights(first: dict, second: dict) -> bool:
     )
 
 
+TP2 = dict(tensor_model_parallel_size=2)
+ZERO1 = dict(use_distributed_optimizer=True)
 RESUMED = [
-    (
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True),
-        "save_xser",
-    ),
-    (dict(use_distributed_optimizer=True, bf16=True, use_flash_attn=True), "save"),
-    (dict(tensor_model_parallel_size=2, recompute_activations=True, num_workers=1), "save"),
+    (TP2 | ZERO1 | dict(sequence_parallel=True), "save_xser"),
+    (ZERO1 | dict(bf16=True, use_flash_attn=True), "save"),
+    (TP2 | dict(recompute_activations=True, num_workers=1), "save"),
 ]
 
 
@@ -129,9 +117,7 @@ def test_the_degree_changes_nothing_without_dropout(ranks, data):
 
 
 def test_validation_is_the_merged_models_loss(ranks, data, tmp_path):
-    given = arguments(
-        data, tensor_model_parallel_size=2, save=str(tmp_path / "run"), save_interval=6
-    )
+    given = arguments(data, **TP2, save=str(tmp_path / "run"), save_interval=6)
     found = ranks(run, given, world_size=4, tp=2)[0]
     assert tools(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
@@ -156,13 +142,8 @@ def interrupted(given):
 
 
 def test_a_signal_on_one_rank_ends_all_after_the_step_with_a_checkpoint(ranks, data, tmp_path):
-    given = arguments(
-        data,
-        tensor_model_parallel_size=2,
-        save=str(tmp_path),
-        save_interval=100,
-        keep_last_checkpoint_only=True,
-    )
+    saved = dict(save=str(tmp_path), save_interval=100, keep_last_checkpoint_only=True)
+    given = arguments(data, **TP2, **saved)
     assert ranks(interrupted, given, world_size=2, tp=2) == [([1, 2], "SIGTERM")] * 2
     assert latest(tmp_path).step == 2
 
@@ -172,14 +153,8 @@ def test_a_token_that_the_model_has_not_ends_all_ranks(ranks, data, tmp_path, tp
     """One of two replicas meets it first."""
     with IndexedDatasetBuilder(tmp_path / "wrong", np.uint16) as builder:
         builder.add_documents(np.append(np.zeros(999, np.int64), VOCABULARY), [1000])
-    given = arguments(
-        data,
-        data_path=str(tmp_path / "wrong"),
-        split="1",
-        eval_iters=0,
-        train_iters=20,
-        tensor_model_parallel_size=tp,
-    )
+    wrong = dict(data_path=str(tmp_path / "wrong"), split="1", eval_iters=0, train_iters=20)
+    given = arguments(data, **wrong, tensor_model_parallel_size=tp)
     errors = ranks(run, given, world_size=2, tp=tp, return_exceptions=True)
     assert all(isinstance(error, ValueError) for error in errors), errors
     assert all("wrong.bin" in str(e) and str(VOCABULARY) in str(e) for e in errors), errors
@@ -213,19 +188,13 @@ def test_what_is_logged(ranks, data, tmp_path):
     events = read_events(str(tmp_path / "tb"))
     names = {"learning-rate", "batch-size", "lm loss", "grad-norm", "throughput"}
     validated = {"lm loss validation", "lm loss validation ppl"}
-    expected = (
-        names
-        | validated
-        | {f"{name} vs samples" for name in names | validated}
-        | {"iteration-time"}
-    )
+    names |= validated | {f"{name} vs samples" for name in names | validated}
+    expected = names | {"iteration-time"}
     assert set(events.Tags()["scalars"]) == expected
-    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(
-        [loss for loss, _ in steps]
-    )
-    assert [event.step for event in events.Scalars("lm loss vs samples")] == [
-        8 * n for n in range(1, 7)
-    ]
+    found = [event.value for event in events.Scalars("lm loss")]
+    assert found == pytest.approx([loss for loss, _ in steps])
+    by_samples = [event.step for event in events.Scalars("lm loss vs samples")]
+    assert by_samples == [8 * n for n in range(1, 7)]
 
 
 @pytest.mark.parametrize(
@@ -251,16 +220,8 @@ def test_another_order_of_the_data_or_schedule_is_refused(ranks, data, tmp_path)
     """54 steps need as many epochs as 30, but so much of the last that it is shuffled with them.
     Other batches of the same samples are the same data and schedule.
     """
-    given = arguments(
-        data,
-        train_iters=30,
-        lr_decay_iters=6,
-        eval_iters=0,
-        save=str(tmp_path),
-        load=str(tmp_path),
-        save_interval=2,
-        exit_interval=2,
-    )
+    saved = dict(save=str(tmp_path), load=str(tmp_path), save_interval=2, exit_interval=2)
+    given = arguments(data, train_iters=30, lr_decay_iters=6, eval_iters=0, **saved)
     ranks(run, given, world_size=1, tp=1)
     for changes, message in (
         (dict(lr=2e-2), "--override-lr-scheduler"),
@@ -306,12 +267,8 @@ def test_the_published_command_line():
     assert found.schedule(64).warmup_samples == 3200 * 64 and found.save_dir == "checkpoints"
     assert parse_arguments(command_line(found)) == found
     config = found.config(50257, 50256)
-    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (
-        32,
-        4096,
-        32,
-        2048,
-    )
+    sizes = config.n_layer, config.n_embd, config.n_head, config.n_positions
+    assert sizes == (32, 4096, 32, 2048)
 
 
 @pytest.mark.parametrize(
@@ -368,12 +325,10 @@ def torchrun(given: GPTArguments, log: Path, ranks: int = 2) -> subprocess.Popen
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
     script = ["-m", "tutorial_lib.training.pretrain_gpt"]
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *command_line(given)],
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *launcher, *script, *command_line(given)], stdout=log.open("w"),
+        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).resolve().parents[1],
-    )
+    )  # fmt: skip
 
 
 def losses(log: Path) -> list[tuple[str, str]]:
@@ -385,34 +340,22 @@ def losses(log: Path) -> list[tuple[str, str]]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.grid)]
 )
 def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
-    given = arguments(
-        data,
-        tensor_model_parallel_size=2,
-        train_iters=60,
-        save=str(tmp_path / "whole"),
-        save_interval=1000,
-        eval_interval=20,
-    )
-    assert torchrun(given, tmp_path / "whole.log").wait(200) == 0, (
-        tmp_path / "whole.log"
-    ).read_text()
-    parts = replace(
-        given, save=None, save_xser=str(tmp_path / "parts"), load_xser=str(tmp_path / "parts")
-    )
+    whole, folder = tmp_path / "whole.log", str(tmp_path / "parts")
+    saved = dict(save=str(tmp_path / "whole"), save_interval=1000)
+    given = arguments(data, **TP2, train_iters=60, eval_interval=20, **saved)
+    assert torchrun(given, whole).wait(200) == 0, whole.read_text()
+    parts = replace(given, save=None, save_xser=folder, load_xser=folder)
     process = torchrun(parts, tmp_path / "first.log")
     wait_for_losses(tmp_path / "first.log", 5)
     process.send_signal(number)
     assert process.wait(60) != 0
     text = (tmp_path / "first.log").read_text()
     first = losses(tmp_path / "first.log")
-    assert (
-        5 <= len(first) < 60
-        and f"{signal.Signals(number).name}: ending after iteration {len(first)}" in text
-    ), text
-    assert torchrun(parts, tmp_path / "second.log").wait(200) == 0, (
-        tmp_path / "second.log"
-    ).read_text()
-    assert first + losses(tmp_path / "second.log") == losses(tmp_path / "whole.log")
+    said = f"{signal.Signals(number).name}: ending after iteration {len(first)}"
+    assert 5 <= len(first) < 60 and said in text, text
+    second = tmp_path / "second.log"
+    assert torchrun(parts, second).wait(200) == 0, second.read_text()
+    assert first + losses(second) == losses(whole)
     for folder in ("whole", "parts"):
         assert latest(tmp_path / folder).step == 60
         assert tools(["merge", str(tmp_path / folder), str(tmp_path / f"{folder}-merged")]) == 0
@@ -423,10 +366,7 @@ def test_new_processes_go_on_after_a_signal(data, tmp_path, number):
 
 
 def wait_for_losses(log: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while not (log.exists() and len(losses(log)) >= count) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(losses(log)) >= count, log.read_text()
+    wait_for(lambda: log.exists() and len(losses(log)) >= count, 120, f"losses in {log}", 0.02)
 
 
 @pytest.mark.slow
@@ -435,17 +375,8 @@ def test_one_run_at_a_time_and_none_after_its_launcher(data, tmp_path):
     the folder is free; TensorBoard shows each step once.
     """
     folder = str(tmp_path / "saved")
-    given = arguments(
-        data,
-        tensor_model_parallel_size=2,
-        num_workers=1,
-        train_iters=1000,
-        save=folder,
-        load=folder,
-        save_interval=7,
-        tensorboard_dir=str(tmp_path / "tb"),
-        eval_iters=0,
-    )
+    saved = dict(save=folder, load=folder, save_interval=7, tensorboard_dir=str(tmp_path / "tb"))
+    given = arguments(data, **TP2, num_workers=1, train_iters=1000, eval_iters=0, **saved)
     first = torchrun(given, tmp_path / "first.log")
     wait_for_losses(tmp_path / "first.log", 10)
     assert torchrun(given, tmp_path / "second.log").wait(120) != 0

@@ -4,6 +4,7 @@ after a restore.
 
 import io
 import random as python_random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,14 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tutorial_lib import xla_model as xm
 from tutorial_lib.parallel_layers import random
 from tutorial_lib.parallel_layers.recompute import checkpoint
+
+from .pool import needs_xla
 
 
 def masks():
     random.model_parallel_xla_manual_seed(1234)
     random.separate_replicas()
-    dropout, x = nn.Dropout(0.5), torch.ones(1000)
+    dropout, x = nn.Dropout(0.5), torch.ones(1000, device=xm.xla_device())
     replicated = dropout(x)
     with random.get_xla_rng_tracker().fork():
         sharded = dropout(x)
@@ -27,20 +31,16 @@ def masks():
     def draw():
         with random.get_xla_rng_tracker().fork():
             inside = dropout(x)
-        return [
-            inside,
-            dropout(x),
-            torch.from_numpy(np.random.rand(3)),
-            torch.tensor(python_random.random()),
-        ]
+        outside = dropout(x)
+        xm.mark_step()
+        return inside.tolist(), outside.tolist(), np.random.rand(), python_random.random()
 
     expected = draw()
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     random.set_rng_state(torch.load(file, weights_only=True))
-    again = draw()
-    return replicated, sharded, all(torch.equal(a, b) for a, b in zip(expected, again))
+    return replicated.cpu(), sharded.cpu(), draw() == expected
 
 
 def test_dropout_streams(ranks):
@@ -54,6 +54,32 @@ def test_dropout_streams(ranks):
         assert not torch.equal(sharded[i], replicated[i])
         assert abs((sharded[i] > 0).float().mean() - 0.5) < 0.05
     assert all(restored)
+
+
+@needs_xla
+@pytest.mark.parametrize("tp", [1, 2])
+def test_dropout_streams_on_xla(ranks, tp):
+    found = ranks(masks, world_size=2, tp=tp, backend="xla")
+    (replicated, sharded, restored), (other, other_sharded, other_restored) = found
+    assert torch.equal(replicated, other) == (tp == 2) and restored and other_restored
+    assert not torch.equal(sharded, other_sharded) and not torch.equal(sharded, replicated)
+    assert abs((replicated > 0).float().mean() - 0.5) < 0.05
+
+
+def seed_after_a_round_trip(seed):
+    import torch_xla.core.xla_model as real
+
+    real.set_rng_state(seed)
+    state = random.get_rng_state()
+    real.set_rng_state(1)
+    random.set_rng_state(state)
+    return real.get_rng_state()
+
+
+@needs_xla
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_every_state_of_the_default_stream_survives_a_checkpoint(ranks, seed):
+    assert ranks(seed_after_a_round_trip, seed, world_size=2, tp=2, backend="xla") == [seed, seed]
 
 
 def replicas():
@@ -136,48 +162,33 @@ def test_a_retained_graph_is_recomputed_alike():
     assert torch.equal(x.grad, 2 * once) and torch.equal(torch.get_rng_state(), before)
 
 
-def recompute_in_a_fork(checkpointed):
+def recompute(checkpointed, forked):
+    """Dropout from both streams around a matrix."""
     random.model_parallel_xla_manual_seed(5)
-    block, x = Block(), torch.randn(4, 8, requires_grad=True)
-    with random.get_xla_rng_tracker().fork():
+    device, dropout = xm.xla_device(), nn.Dropout(0.5)
+    dense = nn.Linear(8, 8).to(device, torch.float64)
+    x = torch.randn(4, 8, dtype=torch.float64).to(device).requires_grad_()
+
+    def block(t):
+        with random.get_xla_rng_tracker().fork():
+            t = dropout(t)
+        return dropout(torch.tanh(dense(t)))
+
+    with random.get_xla_rng_tracker().fork() if forked else nullcontext():
         y = checkpoint(block, x) if checkpointed else block(x)
     y.pow(2).sum().backward()
-    return y.detach(), x.grad
-
-
-def test_what_was_drawn_within_a_fork_is_drawn_again(ranks):
-    plain, again = (ranks(recompute_in_a_fork, each, world_size=1)[0] for each in (False, True))
-    torch.testing.assert_close(again, plain, rtol=0, atol=0)
-
-
-class Block(nn.Module):
-    """Dropout from both streams around a matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x):
-        with random.get_xla_rng_tracker().fork():
-            x = self.dropout(x)
-        return self.dropout(torch.tanh(self.dense(x)))
-
-
-def recompute(checkpointed):
-    random.model_parallel_xla_manual_seed(5)
-    model, x = nn.Sequential(Block(), Block()), torch.randn(4, 8, requires_grad=True)
-    y = x
-    for block in model:
-        y = checkpoint(block, y) if checkpointed else block(y)
-    loss = y.pow(2).sum()
-    loss.backward()
     with random.get_xla_rng_tracker().fork():
-        after = torch.rand(3)
-    return [loss.detach(), x.grad, *(p.grad for p in model.parameters()), torch.rand(3), after]
+        after = torch.rand(3, device=device)
+    found = [y, x.grad, *(p.grad for p in dense.parameters()), torch.rand(3, device=device), after]
+    xm.mark_step()
+    return [t.detach().cpu() for t in found]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_recomputed_forward_replays_its_dropout(ranks, tp):
-    plain, again = (ranks(recompute, c, world_size=2, tp=tp) for c in (False, True))
-    for a, b in zip(plain, again):
-        assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize(
+    "backend, rtol", [("cpu", 0.0), pytest.param("xla", 1e-12, marks=needs_xla)]
+)
+def test_a_recomputed_forward_replays_its_dropout(ranks, backend, rtol, forked):
+    where = dict(world_size=2, tp=2, backend=backend)
+    plain, again = (ranks(recompute, each, forked, **where) for each in (False, True))
+    torch.testing.assert_close(again, plain, rtol=rtol, atol=rtol)

@@ -83,17 +83,6 @@ def test_refresh_refuses_outputs_that_a_reader_should_not_see(folder, capsys):
     assert "cell 2 writes to stderr: careful" in capsys.readouterr().out
 
 
-def test_values_of_parameters():
-    assert [run._value(text) for text in ("2", "0.5", "True", "tiny", "a/b", "'2'")] == [
-        2,
-        0.5,
-        True,
-        "tiny",
-        "a/b",
-        "2",
-    ]
-
-
 def test_a_page_colours_px_cells_describes_pictures_and_folds_what_is_folded(tmp_path):
     picture = new_output(
         "display_data", {"image/png": "aGk="}, metadata={"image/png": {"alt": "A"}}

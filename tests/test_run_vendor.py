@@ -32,13 +32,13 @@ V, S, STEPS = 64, 32, 8
 
 
 class Script(NamedTuple):
-    """A published script: where it is, what it imports, its version of transformers."""
+    """A published script: where it is, its version of transformers, what it imports."""
 
     path: str
+    transformers: str | None
+    beside: tuple[str, ...]
     arguments: str
     resume: str | None = "--resume_ckpt"
-    beside: tuple[str, ...] = ()
-    transformers: str | None = None
 
 
 LOOP = (
@@ -49,63 +49,38 @@ LLAMA = LOOP + (
     "--model_path {data}/llama --seq_len 32 --use_mix_precision --use_zero_1 "
     "--sequence_parallel_enabled --selective_checkpoint_enabled "
 )
+LLAMA_SAVES = LLAMA + f"--checkpoint_dir saved --checkpoint_freq {STEPS} "
+RESUME = f"--loading_step {STEPS}"
+GPT = (
+    "--tensor-model-parallel-size {tp} --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+    "--micro-batch-size {batch} --global-batch-size 4 --seq-length 32 "
+    "--max-position-embeddings 32 --train-iters {steps} --lr-decay-iters 40 --lr 0.01 "
+    "--data-path {data}/gpt --vocab-file {data}/vocab.json --merge-file {data}/merges.txt "
+    "--data-impl mmap --split 100,0,0 --distributed-backend xla --lr-decay-style cosine "
+    "--min-lr 1e-5 --weight-decay 1e-2 --clip-grad 1 --lr-warmup-fraction .01 "
+    "--log-interval 1 --tensorboard-log-interval 1 --eval-interval 40 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-async-tensor-model-parallel-allreduce "
+    "--no-contiguous-buffers-in-local-ddp --save-xser saved --save-interval 8 "
+    "--use-cpu-initialization --tensorboard-dir out "
+)
+BERT_LARGE = f"{NXD}/tp_dp_bert_hf_pretrain/tp_dp_bert_large_hf_pretrain_hdf5.py"
+NEOX_7B = "tp_dp_gpt_neox_6.9b_hf_pretrain/tp_dp_gpt_neox_6.9b_hf_pretrain.py"
+NEOX_20B = "tp_dp_gpt_neox_20b_hf_pretrain"
+LLAMA_ZERO = f"{NXD}/llama/tp_zero1_llama_hf_pretrain/tp_zero1_llama_hf_pretrain.py"
+LLAMA_7B = f"{OLD}/tp_zero1_llama2_7b_hf_pretrain/tp_zero1_llama2_7b_hf_pretrain.py"
+COMMON, OLD_COMMON = (f"{NEOX}/common",), (f"{OLD_NEOX}/common",)
 SCRIPTS = {
-    "bert": Script(
-        f"{NXD}/tp_dp_bert_hf_pretrain/tp_dp_bert_large_hf_pretrain_hdf5.py",
-        LOOP.replace("blocks", "hdf5"),
-        transformers="4.26.0",
-    ),
-    "neox_6.9b": Script(
-        f"{NEOX}/tp_dp_gpt_neox_6.9b_hf_pretrain/tp_dp_gpt_neox_6.9b_hf_pretrain.py",
-        LOOP,
-        beside=(f"{NEOX}/common", f"{NEOX}/tp_dp_gpt_neox_20b_hf_pretrain"),
-        transformers="4.26.0",
-    ),
-    "neox_20b": Script(
-        f"{NEOX}/tp_dp_gpt_neox_20b_hf_pretrain/tp_dp_gpt_neox_20b_hf_pretrain.py",
-        LOOP,
-        beside=(f"{NEOX}/common",),
-        transformers="4.26.0",
-    ),
-    "llama": Script(
-        f"{NXD}/llama/tp_zero1_llama_hf_pretrain/tp_zero1_llama_hf_pretrain.py",
-        LLAMA + f"--checkpoint_dir saved --checkpoint_freq {STEPS} ",
-        f"--loading_step {STEPS}",
-        (f"{NXD}/llama",),
-        "4.48.0",
-    ),
-    "megatron": Script(
-        f"{MEGATRON}/pretrain_gpt.py",
-        "--tensor-model-parallel-size {tp} --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
-        "--micro-batch-size {batch} --global-batch-size 4 --seq-length 32 "
-        "--max-position-embeddings 32 --train-iters {steps} --lr-decay-iters 40 --lr 0.01 "
-        "--data-path {data}/gpt --vocab-file {data}/vocab.json --merge-file {data}/merges.txt "
-        "--data-impl mmap --split 100,0,0 --distributed-backend xla --lr-decay-style cosine "
-        "--min-lr 1e-5 --weight-decay 1e-2 --clip-grad 1 --lr-warmup-fraction .01 "
-        "--log-interval 1 --tensorboard-log-interval 1 --eval-interval 40 --eval-iters 0 "
-        "--attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion "
-        "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-async-tensor-model-parallel-allreduce "
-        "--no-contiguous-buffers-in-local-ddp --save-xser saved --save-interval 8 "
-        "--use-cpu-initialization --tensorboard-dir out ",
-        "--load-xser saved",
-    ),
-    "llama_of_the_tutorial": Script(
-        f"{OLD}/tp_zero1_llama2_7b_hf_pretrain/tp_zero1_llama2_7b_hf_pretrain.py",
-        LLAMA,
-        None,  # it reads `state_dict["optimizer"]`, which it does not save
-        transformers="4.31.0",
-    ),
-    "neox_6.9b_of_the_tutorial": Script(
-        f"{OLD_NEOX}/tp_dp_gpt_neox_6.9b_hf_pretrain/tp_dp_gpt_neox_6.9b_hf_pretrain.py",
-        LOOP,
-        beside=(f"{OLD_NEOX}/common",),
-        transformers="4.26.0",
-    ),
+    "bert": Script(BERT_LARGE, "4.26.0", (), LOOP.replace("blocks", "hdf5")),
+    "neox_6.9b": Script(f"{NEOX}/{NEOX_7B}", "4.26.0", (*COMMON, f"{NEOX}/{NEOX_20B}"), LOOP),
+    "neox_20b": Script(f"{NEOX}/{NEOX_20B}/{NEOX_20B}.py", "4.26.0", COMMON, LOOP),
+    "llama": Script(LLAMA_ZERO, "4.48.0", (f"{NXD}/llama",), LLAMA_SAVES, RESUME),
+    "megatron": Script(f"{MEGATRON}/pretrain_gpt.py", None, (), GPT, "--load-xser saved"),
+    # It reads `state_dict["optimizer"]`, which it does not save.
+    "llama_of_the_tutorial": Script(LLAMA_7B, "4.31.0", (), LLAMA, None),
+    "neox_6.9b_of_the_tutorial": Script(f"{OLD_NEOX}/{NEOX_7B}", "4.26.0", OLD_COMMON, LOOP),
     "neox_20b_of_the_tutorial": Script(
-        f"{OLD_NEOX}/tp_dp_gpt_neox_20b_hf_pretrain/tp_dp_gpt_neox_20b_hf_pretrain.py",
-        LOOP,
-        beside=(f"{OLD_NEOX}/common",),
-        transformers="4.26.0",
+        f"{OLD_NEOX}/{NEOX_20B}/{NEOX_20B}.py", "4.26.0", OLD_COMMON, LOOP
     ),
 }
 
@@ -171,13 +146,10 @@ def run(script: Script, data, folder, backend="cpu", ranks=4, tp=2, batch=1, ste
     root = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join([root, *map(str, reversed(needed[1:]))])
     done = subprocess.run(
-        [*runner, f"--ranks={ranks}", needed[0], *arguments.split()],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [*runner, f"--ranks={ranks}", needed[0], *arguments.split()], cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     assert "bitwise equal on the ranks that share them" in done.stdout
     found = re.findall(r"step_loss : (\S+)|lm loss: (\S+)", done.stdout)
@@ -274,6 +246,6 @@ def test_the_guides_code_blocks_run(data, tmp_path):
     assert len(python) == 5
     script = tmp_path / "guide.py"
     script.write_text(AROUND + "\n".join(python).replace("...", ""))
-    losses = run(Script(script, ""), data, tmp_path)
+    losses = run(Script(script, None, (), ""), data, tmp_path)
     assert losses[-1] < 0.5 * losses[0]
     assert len(list((tmp_path / "saved").glob("tp_rank_0*_pp_rank_00/checkpoint.pt"))) == 2

@@ -1,5 +1,5 @@
-"""One configuration for model and optimizer: the order within a step, schedulers, meta-device and
-wave-wise building.
+"""One configuration for model and optimizer: copies, building on the meta device and in waves, and
+the calls of `xla_model`. That a step is that of one process is for the models' tests.
 """
 
 import copy
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tutorial_lib import xla_model as xm
-from tutorial_lib.parallel_layers import comm, consistency, parallel_state, random
+from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
     initialize_parallel_model,
@@ -18,101 +18,6 @@ from tutorial_lib.trainer import (
 )
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
-SEQUENCE = 8
-
-
-class Normed(nn.Module):
-    """A norm and a bias that run on this rank's part of the sequence, and a weight cut over the
-    ranks.
-    """
-
-    def __init__(self, tp_size):
-        super().__init__()
-        torch.manual_seed(3)
-        self.norm, self.bias = nn.LayerNorm(4), nn.Parameter(torch.randn(4))
-        for p in (*self.norm.parameters(), self.bias):
-            p.sequence_parallel_enabled = True
-        self.tp_size = tp_size
-        rows = 4 // tp_size
-        place = TP() if tp_size > 1 else 0
-        self.dense = nn.Parameter(torch.randn(4, 4)[place * rows : (place + 1) * rows].clone())
-        set_tensor_model_parallel_attributes(self.dense, True, 0, 1)
-
-    def loss(self, x):
-        """x: (SEQUENCE, 4), the whole sequence. A sum over positions, and over the rows of the
-        weight.
-        """
-        part = x.chunk(self.tp_size)[TP()] if self.tp_size > 1 else x
-        replicated = (self.norm(part) + self.bias).pow(2).sum()
-        return (replicated + (x @ self.dense.t()).pow(2).sum()) / 100
-
-
-def data(replica, step, micro):
-    return torch.randn(
-        SEQUENCE, 4, generator=torch.Generator().manual_seed(100 * step + 10 * replica + micro)
-    )
-
-
-def train(tp, zero, clip, dp=2, sequence_parallel=True, steps=3):
-    config = neuronx_distributed_config(
-        tensor_parallel_size=tp,
-        optimizer_config={
-            "zero_one_enabled": zero,
-            "grad_clipping": clip is not None,
-            "max_grad_norm": clip or 1.0,
-        },
-        sequence_parallel=sequence_parallel,
-    )
-    model = Normed(tp)
-    optimizer = initialize_parallel_optimizer(
-        config, torch.optim.AdamW, model.parameters(), lr=1e-2
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(2):
-            (model.loss(data(DP(), step, micro)) / 2).backward()
-        optimizer.step()
-        scheduler.step()
-        norms.append(optimizer.grad_norm)
-    drift = consistency.find_drift(model)
-    dense = comm.all_gather(model.dense.detach(), 0)
-    return (
-        {"dense": dense, **{n: p.detach() for n, p in model.named_parameters() if n != "dense"}},
-        norms,
-        drift,
-    )
-
-
-def single(clip, steps=3, dp=2):
-    """The same training in one process, with torch alone."""
-    model = Normed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for replica in range(dp):
-            for micro in range(2):
-                (model.loss(data(replica, step, micro)) / 2 / dp).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
-        optimizer.step()
-        scheduler.step()
-    return {n: p.detach() for n, p in model.named_parameters()}, norms
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_step_equals_that_of_one_process(ranks, tp, zero, clip):
-    expected, norms = single(clip)
-    for found, found_norms, drift in ranks(train, tp, zero, clip, world_size=2 * tp, tp=None):
-        assert drift == []
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
-        for a, b in zip(found_norms, norms):
-            assert a is None if clip is None else a.item() == pytest.approx(b.item(), rel=1e-5)
 
 
 def copied(zero):
@@ -136,32 +41,22 @@ def test_an_optimizer_is_copied_with_its_model_or_not_at_all(ranks):
         ranks(copied, True, world_size=2)
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (
-            {"optimizer_config": {"zero": True}},
-            ValueError,
-            "'zero': True.*not a dict of zero_one_enabled",
-        ),
-        ({"optimizer_config": {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
-        ({"optimizer_config": ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
-        ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
-        (
-            {"mixed_precision_config": {"use_master_weights": True}},
-            ValueError,
-            "use_master_weights needs",
-        ),
-        ({"model_init_config": {"meta_device_init": True}}, ValueError, "param_init_fn"),
-        (
-            {"model_init_config": {"sequential_move_factor": 0}},
-            ValueError,
-            "sequential_move_factor is 0",
-        ),
-        ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
-        ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),
-    ],
-)
+OPTIMIZER, INIT, PRECISION = "optimizer_config", "model_init_config", "mixed_precision_config"
+REFUSED = [
+    ({OPTIMIZER: {"zero": True}}, ValueError, "'zero': True.*not a dict of zero_one_enabled"),
+    ({OPTIMIZER: {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
+    ({OPTIMIZER: ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
+    ({OPTIMIZER: {"nonfinite_gradients": "stop"}}, ValueError, "'stop', neither 'skip' nor"),
+    ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
+    ({PRECISION: {"use_master_weights": True}}, ValueError, "use_master_weights needs"),
+    ({INIT: {"meta_device_init": True}}, ValueError, "param_init_fn"),
+    ({INIT: {"sequential_move_factor": 0}}, ValueError, "sequential_move_factor is 0"),
+    ({"pipeline_config": {"a": 1}}, NotImplementedError, "pipeline_config"),
+    ({"pipeline_parallel_size": 2}, NotImplementedError, "got 2"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", REFUSED)
 def test_configurations_that_cannot_be_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         neuronx_distributed_config(**arguments)
@@ -230,52 +125,6 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks):
     found = ranks(build_badly, (), {"fail_on": 1}, world_size=2, tp=None)
     assert found == ["rank 1: rank 1 cannot", "rank 1 cannot"]
     assert "include_buffers is 4" in ranks(build_badly, (4,), {}, world_size=2, tp=None)[0]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(torch.tanh(self.dense(x)))
-
-
-class Blocks(nn.Module):
-    _no_split_modules = ["Block"]
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, x):
-        return self.blocks(x).pow(2).sum()
-
-
-def checkpointed(which):
-    config = neuronx_distributed_config(activation_checkpoint_config=which)
-    random.model_parallel_xla_manual_seed(1)
-    model = initialize_parallel_model(config, Blocks)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        loss = model(torch.ones(2, 4))
-    loss.backward()
-    return (
-        [loss.detach(), *(p.grad for p in model.parameters())],
-        list(model.state_dict()),
-        len(kept),
-    )
-
-
-def test_checkpointing_keeps_less_and_changes_nothing(ranks):
-    plain, names, kept = ranks(checkpointed, None, world_size=2, tp=None)[0]
-    for which in (Block, [Block], "full"):
-        found, found_names, fewer = ranks(checkpointed, which, world_size=2, tp=None)[0]
-        assert (
-            all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-            and found_names == names
-        )
-        assert fewer < kept
 
 
 # --- xla_model ------------------------------------------------------------------------------------

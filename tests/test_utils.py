@@ -1,7 +1,5 @@
 """Moves and copies of a model: ties and marks survive."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -64,17 +62,3 @@ def test_ties_and_marks_survive_where_parameters_are_replaced(replacing_paramete
     assert move_model_to_device(model, "cpu") is model
     assert model["inner"].embed.weight is not before, "the test is to replace parameters"
     check(model)
-
-
-def test_marks_survive_a_change_of_dtype():
-    model = build().to(torch.bfloat16)
-    model["inner"].norm.same_mask = model["inner"].mask  # torch itself unties buffers
-    check(model)
-
-
-def test_marks_survive_a_deep_copy_of_modules_that_ask_for_it():
-    norm = copy.deepcopy(nn.ModuleDict({"a": Norm()}))["a"]
-    assert norm.weight.sequence_parallel_enabled and not hasattr(
-        norm.bias, "sequence_parallel_enabled"
-    )
-    torch.testing.assert_close(norm(torch.arange(4.0)), nn.LayerNorm(4)(torch.arange(4.0)))

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests import test_zero1
 from tutorial_lib import backends, xla_cpu
-from tutorial_lib.xla_cpu.graphs import Collective, find_collectives
+from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 
 XLA = {"backend": "xla", "timeout": 240}
 
@@ -71,20 +72,12 @@ def test_collectives_give_the_values_of_all_ranks_and_leave_their_input(ranks):
     total = inputs[0] + inputs[1]
     for rank in range(2):
         expected = [
-            total,
-            torch.maximum(*inputs),
-            total,
-            torch.cat(inputs, 1),
-            torch.cat(inputs, 0),
-            total.chunk(2, 1)[rank] / 2,
-            torch.cat([t.chunk(2, 0)[rank] for t in inputs], 1),
-            inputs[1 - rank],
-            *[torch.cat(inputs, 0)] * 2,
+            total, torch.maximum(*inputs), total, torch.cat(inputs, 1), torch.cat(inputs, 0),
+            total.chunk(2, 1)[rank] / 2, torch.cat([t.chunk(2, 0)[rank] for t in inputs], 1),
+            inputs[1 - rank], *[torch.cat(inputs, 0)] * 2,
             *[summed.chunk(2, 1)[rank] for summed in (total, total + 2)],
-            inputs[rank] * (rank + 2),
-            total / 2,
-            inputs[rank],
-        ]
+            inputs[rank] * (rank + 2), total / 2, inputs[rank],
+        ]  # fmt: skip
         for index, (a, b) in enumerate(zip(got[rank], expected)):
             assert torch.equal(a, b), (rank, index, a, b)
 
@@ -258,68 +251,31 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def train(backend, folder=None):
-    """Layers, gradients and optimizer of the library, with a Python number as the rate: the
-    optimizer makes it data. Compiled graphs are kept in `folder`.
-    """
-    from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
-    from tutorial_lib.parallel_layers import consistency, grads, layers, parallel_state
-    from tutorial_lib.parallel_layers.marks import move_model_to_device
-
-    if folder:
-        with mock.patch.dict(os.environ, TUTORIAL_XLA_CACHE=folder):
-            _restart()
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        layers.ColumnParallelLinear(16, 32, gather_output=False), nn.GELU(),
-        layers.RowParallelLinear(32, 16, input_is_parallel=True),
-    )  # fmt: skip
-    device = backends.get_device(backend)
-    move_model_to_device(model, device)
-    optimizer = AdamW_FP32OptimParams(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    losses = []
-    for step in range(8):
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
-        for _ in range(2):
-            x = torch.randn(4, 16, generator=generator).to(device)
-            loss = (model(x) - 1).pow(2).mean()
-            (loss / 2).backward()
-        grads.bucket_allreduce_gradients([p.grad for p in model.parameters()])
-        norm = grads.clip_grad_norm(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss.detach()
-        backends.mark_step()
-        losses.append([loss.item(), norm.item()])
-    counts = None
-    if backend == "xla":
-        *_, xla_cpu = _xla()
-        counts = xla_cpu.compilations(), xla_cpu.graph_count()
-        assert consistency.find_drift(model) == []
-        assert xla_cpu.compilations() == counts[0]  # to look at weights needs no graph
-    return losses, [p.detach().cpu() for p in model.parameters()], counts
+def train(folder):
+    """Compiled graphs are kept in `folder`."""
+    *_, xla_cpu = _xla()
+    with mock.patch.dict(os.environ, TUTORIAL_XLA_CACHE=folder):
+        _restart()
+    _, weights, norms, _ = test_zero1.train(AdamW_FP32OptimParams, False, 0.5, 5)
+    return weights, norms, xla_cpu.compilations(), xla_cpu.graph_count()
 
 
-def test_training_equals_that_on_cpu_and_its_two_graphs_are_compiled_once(ranks, tmp_path):
+def test_the_graphs_of_a_training_are_compiled_once(ranks, tmp_path):
+    """That they give the values of the CPU, and are few, is shown in `test_zero1`."""
+
     def run():
-        return ranks(train, "xla", str(tmp_path), world_size=4, tp=2, **XLA)
+        found = ranks(train, str(tmp_path), world_size=4, tp=2, **XLA)
+        results.append([(weights, norms, graphs) for weights, norms, _, graphs in found])
+        return sum(compiled for *_, compiled, _ in found)
 
-    expected, first = ranks(train, "cpu", world_size=4, tp=2), run()
-    for (losses, weights, _), (xla_losses, xla_weights, _) in zip(expected, first):
-        assert losses[-1] < losses[0] and close(torch.tensor(xla_losses), torch.tensor(losses))
-        assert all(map(close, xla_weights, weights))
-
-    def compiled(results):
-        assert [losses for losses, *_ in results] == [losses for losses, *_ in first]
-        assert all(graphs == 2 for *_, (_, graphs) in results)
-        return sum(count for *_, (count, _) in results)
-
-    assert compiled(first) == 2  # by one of the ranks that run the same graph
-    assert compiled(run()) == 0
+    results = []
+    compiled, graphs = run(), {graphs for *_, graphs in results[0]}
+    assert graphs == {compiled} and compiled > 0  # each by one of the ranks that run it
+    assert run() == 0
     for entry in tmp_path.iterdir():
         entry.write_bytes(entry.read_bytes()[:-1])
-    assert compiled(run()) == 2  # broken entries are compiled anew
+    assert run() == compiled  # broken entries are compiled anew
+    torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=0)
 
 
 def boundary_before_backward():
@@ -483,18 +439,16 @@ def interrupted_in_a_step():
     return total.tolist()
 
 
+EARLIER = [
+    [[2.0, 2.0, 3.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 2.0, 3.0, 3.0]],
+    [[2.0] * 4, [2.0] * 2, [2.0] * 4],
+    [[6.0, 6.0, 12.0, 12.0], [6.0, 6.0], [12.0] * 2, [6.0, 6.0, 12.0, 12.0]],
+    [[4.0] * 4, [4.0] * 2, [4.0] * 4],
+]
 ON_EACH_OF_TWO_RANKS = [
     (dtypes_on_ranks, True),
     (views_on_ranks, [[2.0] * 4, [2.0] * 3, [2.0] * 4, [4.0] * 4, [6.0] * 4, [10.0] * 4]),
-    (
-        views_of_earlier_values,
-        [
-            [[2.0, 2.0, 3.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 2.0, 3.0, 3.0]],
-            [[2.0] * 4, [2.0] * 2, [2.0] * 4],
-            [[6.0, 6.0, 12.0, 12.0], [6.0, 6.0], [12.0] * 2, [6.0, 6.0, 12.0, 12.0]],
-            [[4.0] * 4, [4.0] * 2, [4.0] * 4],
-        ],
-    ),
+    (views_of_earlier_values, EARLIER),
     (reading_on_ranks, (12.0, 12.0, [0.0, 1.0, 2.0, 3.0], 13.0)),
     (stopped_with_a_collective_pending, [2.0] * 3),
     (a_graph_that_does_not_compile, [2.0] * 2),
@@ -584,35 +538,6 @@ def test_a_graph_that_cannot_be_kept_leaves_no_file(tmp_path):
     with pytest.warns(UserWarning, match="cannot be kept"):
         compiler._save(entry, None)
     assert list(tmp_path.iterdir()) == [entry]
-
-
-def test_collectives_are_read_from_hlo_text():
-    text = """
-AddComputation.4 {
-  x.5 = f32[] parameter(0)
-  y.6 = f32[] parameter(1)
-  ROOT add.7 = f32[] add(x.5, y.6)
-}
-
-ENTRY IrToHlo.42 {
-  p1.2 = bf16[3,4]{1,0} parameter(1)
-  p0.1 = bf16[] parameter(0)
-  all-reduce.10 = (bf16[3,4]{1,0}, bf16[]) all-reduce(p1.2, p0.1), replica_groups={{0,1},{2,3}}, to_apply=AddComputation.4
-  get-tuple-element.11 = bf16[3,4]{1,0} get-tuple-element(all-reduce.10), index=0
-  all-gather.22 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
-  all-gather.23 = bf16[6,4]{1,0} all-gather(get-tuple-element.11), replica_groups={{0,2},{1,3}}, dimensions={0}
-  collective-permute.1 = bf16[6,4]{1,0} collective-permute(all-gather.23), source_target_pairs={{0,1},{1,0}}
-  ROOT tuple.41 = (bf16[6,4]{1,0}) tuple(all-gather.22)
-}
-"""  # noqa: E501
-    tp, dp = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    found = find_collectives([text])
-    assert found == [
-        Collective("all_reduce", "add", tp, (3, 4), "bf16", 1),
-        Collective("all_gather", None, dp, (3, 4), "bf16", 2),
-        Collective("collective_permute", None, ((0, 1), (1, 0)), (6, 4), "bf16", 1),
-    ]
-    assert [c.nbytes for c in found] == [24, 24, 48]
 
 
 def many_short_runs(seconds):

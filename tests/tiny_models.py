@@ -12,12 +12,9 @@ from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 
 VOCABULARY, LENGTH = 97, 16  # no tensor-parallel size divides the vocabulary
 SIZES = dict(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    intermediate_size=64,
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64,
     vocab_size=VOCABULARY,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,34 +46,28 @@ def _config(cls: type, **fixed) -> Callable:
     return lambda **changes: cls(**{**SIZES, "max_position_embeddings": 32, **fixed, **changes})
 
 
+SHARDED = {"shard_mlp": True, "shard_vocabulary": True}
 TINY = {
     "bert": Tiny(
         _config(transformers.BertConfig),
-        bert.BertForPreTraining,
-        transformers.BertForPreTraining,
-        {"shard_mlp": True, "shard_vocabulary": True},
-        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-        sequence_parallel=False,
+        bert.BertForPreTraining, transformers.BertForPreTraining, SHARDED,
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"), sequence_parallel=False,
     ),
     "gpt_neox": Tiny(
         _config(transformers.GPTNeoXConfig, use_cache=False),
-        gpt_neox.GPTNeoXForCausalLM,
-        transformers.GPTNeoXForCausalLM,
+        gpt_neox.GPTNeoXForCausalLM, transformers.GPTNeoXForCausalLM,
         dropout=("hidden_dropout", "attention_dropout"),
     ),
     "llama": Tiny(
         _config(transformers.LlamaConfig, num_key_value_heads=4, use_cache=False),
-        llama2.LlamaForCausalLM,
-        transformers.LlamaForCausalLM,
-        dropout=("attention_dropout",),
+        llama2.LlamaForCausalLM, transformers.LlamaForCausalLM, dropout=("attention_dropout",),
     ),
     "gpt2": Tiny(
         _config(transformers.GPT2Config, n_inner=64, use_cache=False),
-        gpt.GPT2LMHeadModel,
-        transformers.GPT2LMHeadModel,
+        gpt.GPT2LMHeadModel, transformers.GPT2LMHeadModel,
         dropout=("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     ),
-}
+}  # fmt: skip
 
 
 class Samples(torch.utils.data.Dataset):
@@ -91,15 +82,9 @@ class Samples(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(
-            1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index)
-        )
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         labels = ids.clone()
         labels[LENGTH - 1 - index % 5 :] = -100
-        if self.kind == "bert":
-            return {
-                "input_ids": ids,
-                "labels": labels,
-                "next_sentence_label": torch.tensor(index % 2),
-            }
-        return {"input_ids": ids, "labels": labels}
+        extra = {"next_sentence_label": torch.tensor(index % 2)} if self.kind == "bert" else {}
+        return {"input_ids": ids, "labels": labels, **extra}

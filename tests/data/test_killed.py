@@ -4,31 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests.data.test_prepare import tiny_dump
+from tests.slurm import wait_for
 from tests.test_preprocess_data import sentences, write_lines
 
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return found
+STAGES = [("corpus", signal.SIGKILL), ("bert", signal.SIGTERM), ("bert", signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(
-    "stage, number",
-    [
-        ("corpus", signal.SIGKILL),
-        ("bert", signal.SIGTERM),
-        ("bert", signal.SIGKILL),
-        ("preprocess", signal.SIGKILL),
-    ],
-)
+@pytest.mark.parametrize("stage, number", [*STAGES, ("preprocess", signal.SIGKILL)])
 def test_nothing_is_left(tmp_path, stage, number):
     data = tmp_path / "data"
     data.mkdir()
@@ -44,10 +31,9 @@ def test_nothing_is_left(tmp_path, stage, number):
     command = [sys.executable, "-m", "data_scripts." + words[0], *map(str, words[1:])]
     process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.DEVNULL)
     pattern = "out_*.partial*" if stage == "preprocess" else f".{stage}-*.partial"
-    assert wait_for(lambda: list(data.glob(pattern)))
-    children = wait_for(
-        lambda: (c := psutil.Process(process.pid).children(True)) and len(c) > 2 and c
-    )
+    wait_for(lambda: list(data.glob(pattern)), 60, pause=0.02)
+    parent = psutil.Process(process.pid)
+    children = wait_for(lambda: (c := parent.children(True)) and len(c) > 2 and c, 60, pause=0.02)
     assert process.poll() is None, "it ended before it was killed"
     process.send_signal(number)
     process.wait(30)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -18,6 +17,7 @@ from data_scripts import stages as stage_module
 from data_scripts.corpus import extract
 from data_scripts.dump import default_dump
 from data_scripts.prepare import prepare
+from tests.slurm import wait_for
 
 
 def hashes(folder):
@@ -246,9 +246,7 @@ def slow_stage(data_dir):
         with open(data_dir / "builders", "a") as log:
             log.write(f"{os.getpid()}\n")
         (folder / "part").write_bytes(b"1")
-        deadline = time.monotonic() + 20
-        while not (data_dir / "go").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for((data_dir / "go").exists, 20, pause=0.02)
         (folder / "whole").write_bytes(b"2")
         return {}
 
@@ -262,9 +260,7 @@ def test_a_run_that_is_killed_leaves_its_lock_and_no_folder(tmp_path):
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 20
-        while not (builders.exists() and builders.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: builders.exists() and builders.read_text(), 20, pause=0.02)
         first = int(builders.read_text())  # one waits, or has not come yet: one line
         (holder,) = (process for process in processes if process.pid == first)
         (waiter,) = (process for process in processes if process.pid != first)

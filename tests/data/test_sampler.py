@@ -149,24 +149,3 @@ def test_wrong_input():
     ]:
         with pytest.raises(ValueError, match=message):
             make(**options).load_state_dict(state)
-
-
-def resumed_on_ranks(state, steps):
-    sampler = ResumableBatchSampler(Numbers(24), 2)
-    if state is not None:
-        sampler.load_state_dict(state)
-    batches, seen = iter(sampler), []
-    for _ in range(steps):
-        seen.append(next(batches) + next(batches))
-        sampler.advance(2)
-    return seen, sampler.state_dict()
-
-
-def test_resume_on_real_ranks(ranks):
-    """The rank and size come from the mesh; each run is a new sampler on every rank."""
-    whole = [seen for seen, _ in ranks(resumed_on_ranks, None, 9, world_size=2)]
-    assert whole == [train(9, rank=rank)[0] for rank in (0, 1)]
-    first = ranks(resumed_on_ranks, None, 7, world_size=2)
-    assert first[0][1] == first[1][1]
-    second = ranks(resumed_on_ranks, first[0][1], 2, world_size=2)
-    assert [a + b for (a, _), (b, _) in zip(first, second)] == whole
