@@ -16,15 +16,16 @@ from ..storage import check_file
 
 METADATA = ".metadata"
 _DESCRIBING = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
+)
 KNOWN = {
-    *((_DESCRIBING, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata")),
-    *((_DESCRIBING, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
-    *((_DESCRIBING, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
+    *((_DESCRIBING, name) for name in _CLASSES.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    *(("pathlib._local", name) for name in ("Path", "PosixPath")),
+    *((f"pathlib{end}", name) for end in ("", "._local") for name in ("Path", "PosixPath")),
 }
 
 
