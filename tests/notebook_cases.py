@@ -43,6 +43,10 @@ PARAMETER_SETS = {
         {"world_size": 6, "tp_size": 2, "steps": 3, "seed": 1},
         {"world_size": 8, "tp_size": 4},
     ],
+    "09_pytorchs_own": [
+        {"world_size": 4, "tp_size": 4, "steps": 2, "batch_size": 1, "micro_batches": 2},
+        {"preset": "small", "steps": 2, "seq_length": 64, "micro_batches": 8, "seed": 1},
+    ],
 }
 
 # With which a notebook runs on `xla`: as little as will do, as compiling takes most of the time.
@@ -137,6 +141,14 @@ BAD_PARAMETERS = {
         ({"world_size": 6, "tp_size": 3}, [6, 3, 16]),
         ({"steps": 1}, ["steps", 1, 2]),
     ],
+    "09_pytorchs_own": [
+        ({"preset": "full"}, ["bytes", "free", "Collectives of a step"]),
+        ({"backend": "xla"}, ["'xla'", "DTensor", "cuda"]),
+        ({"world_size": 8, "tp_size": 8}, ["heads", 4, 8]),
+        ({"seq_length": 33}, [33, 2]),
+        ({"world_size": 2, "tp_size": 1}, [1, 2]),
+        ({"micro_batches": 1}, ["micro_batches", 1, 2]),
+    ],
 }
 
 # With which the exercises are checked: as little as will do.
@@ -150,4 +162,5 @@ QUICK = {
     "06_checkpoints": {"world_size": 2, "tp_size": 2, "steps": 2, "batch_size": 1},
     "07_plan_a_real_run": {"world_size": 2, "batch_size": 1, "seq_length": 32},
     "08_bug_hunt": {"steps": 2, "timeout": 5},
+    "09_pytorchs_own": {"world_size": 2, "steps": 2, "batch_size": 1, "micro_batches": 2},
 }

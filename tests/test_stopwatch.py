@@ -39,6 +39,13 @@ def test_what_runs_while_a_rank_computes_takes_no_time():
     assert data.startswith(b"\x89PNG") and "8 % communicating" in metadata["alt"]
 
 
+def test_a_pipeline_shows_what_each_stage_did():
+    done = [("forward", 0, 1.0, 2.0), ("backward", 0, 3.0, 5.0)]
+    data, metadata = show.pipeline({"stage 0": done}, "One")._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert metadata["alt"] == "A pipeline by time. stage 0: forward 0, backward 0."
+
+
 def late_and_overlapped(groups):
     """Rank 0 is late for the first sum, and computes while the second travels."""
     rank = dist.get_rank()

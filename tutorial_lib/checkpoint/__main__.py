@@ -3,13 +3,14 @@
 import argparse
 import sys
 
-from . import inspect, merge, reshard, split, verify
+from . import convert, inspect, merge, reshard, split, verify
 
 COMMANDS = {
     "inspect": "what a checkpoint holds, and what is missing",
     "verify": "is it complete, unaltered, and do its shards agree",
     "merge": "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
     "split": "from a Hugging Face folder to a checkpoint",
+    "convert": "to a folder of torch.distributed.checkpoint, or from it with --tp",
     "reshard": "to other tensor-parallel and data-parallel sizes, optimizer state included",
 }
 
@@ -29,21 +30,22 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         add = command.add_argument
         source = "a checkpoint, or a folder of them: the latest"
-        add("source", help="a Hugging Face folder" if name == "split" else source)
+        sources = {"split": "a Hugging Face folder", "convert": f"{source}; or a distributed one"}
+        add("source", help=sources.get(name, source))
         if name in ("inspect", "verify"):
             continue
-        new = "a file that ends in .safetensors, or a folder" if name == "merge" else "FOLDER/TAG"
+        news = {"merge": "a file that ends in .safetensors, or a folder", "convert": "a folder"}
+        new = news.get(name, "FOLDER/TAG")
         add("output", help=f"{new}; has to be new")
         about = "of the model's class: NAME=VALUE"
         add("--option", type=_option, action="append", default=[], help=about)
         if name != "merge":
-            add("--tp", type=int, required=True, help="tensor-parallel size")
+            add("--tp", type=int, required=name != "convert", help="tensor-parallel size")
             add("--pad", action="store_true", help="pad a vocabulary that does not divide")
             about = "one file a tensor; by default as before"
             add("--xser", action=argparse.BooleanOptionalAction, help=about)
-        if name != "split":
-            about = "the folder of the Hugging Face model, for a checkpoint without metadata"
-            add("--config", help=about)
+        about = "the folder of the Hugging Face model, for a source that does not describe it"
+        add("--config", help=about)
         if name == "reshard":
             add("--dp", type=int, help="data-parallel size, for ZeRO-1; by default as before")
     return result
@@ -64,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1 if problems else 0
         else:
             tools = {"merge": merge.merge, "split": split.split, "reshard": reshard.reshard}
+            tools["convert"] = convert.convert
             print(tools[command](**given, **options) or given["output"])
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

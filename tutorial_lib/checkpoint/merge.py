@@ -3,6 +3,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,21 +41,36 @@ def merge(
     """
     shards = open_checkpoint(source, config, options)
     output = check_output(output, source, shards.path)
-    twice = {name for group in shards.metadata["tied"] for name in group[1:]}
-    names = {name: (name,) for name in shards.layouts if name not in twice}
     if output.suffix == ".safetensors":
-        target = output
+        target, names = output, {name: (name,) for name in once(shards)}
     else:
-        target, settings = output / "model.safetensors", shards.metadata["config"]
-        published_names = model_of(settings).published_names
-        names = {name: published_names(name) for name in names}
-        classes = settings.get("architectures") or [shards.metadata["architecture"]]
-        text = json.dumps(settings | {"architectures": classes}, indent=2, sort_keys=True)
+        target, cls = output / "model.safetensors", model_of(shards.metadata["config"])
+        names = {name: cls.published_names(name) for name in once(shards)}
     target.parent.mkdir(parents=True, exist_ok=True)
     write_file(target, lambda file: _write(shards, names, file))
     if target != output:
-        write_text(output / "config.json", text + "\n")
+        write_config(shards, output)
     return target
+
+
+def once(shards: Shards) -> list[str]:
+    """The names of the tensors, of tied ones the first."""
+    twice = {name for group in shards.metadata["tied"] for name in group[1:]}
+    return [name for name in shards.layouts if name not in twice]
+
+
+def write_config(shards: Shards, folder: Path) -> None:
+    settings = shards.metadata["config"]
+    classes = settings.get("architectures") or [shards.metadata["architecture"]]
+    text = json.dumps(settings | {"architectures": classes}, indent=2, sort_keys=True)
+    write_text(folder / "config.json", text + "\n")
+
+
+def whole(shards: Shards, name: str, count: int) -> Sequence[torch.Tensor]:
+    """The full tensor of that name, or the `count` matrices that are fused in it."""
+    held, partition = shards.weights(name), shards.layouts[name].partition
+    full = partition.merge(held) if partition else held[0]
+    return full.split(partition.sizes, partition.dim) if count > 1 else [full]
 
 
 def _write(shards: Shards, names: dict[str, tuple[str, ...]], file: BinaryIO) -> None:
@@ -78,8 +94,5 @@ def _write(shards: Shards, names: dict[str, tuple[str, ...]], file: BinaryIO) ->
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in progress(order, "merge"):
-        held, partition = shards.weights(name), layouts[name].partition
-        whole = partition.merge(held) if partition else held[0]
-        fused = len(names[name]) > 1
-        for matrix in whole.split(partition.sizes, partition.dim) if fused else [whole]:
+        for matrix in whole(shards, name, len(names[name])):
             file.write(matrix.reshape(-1).view(torch.uint8).numpy())

@@ -14,6 +14,7 @@ from ..parallel_layers.utils import ensure_positive
 from ..storage import check_file, read_json
 from ..storage import xser as files
 from .architectures import describe_model, model_of, read_config
+from .distributed import is_distributed, read_distributed
 from .layout import shard_name, to_json, write_metadata
 from .tools import check_output, mesh_of, write_checkpoint
 
@@ -29,6 +30,8 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
         ValueError: a file is broken, or holds code.
     """
     folder = Path(folder)
+    if is_distributed(folder):
+        return read_distributed(folder)
     for name in FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -63,24 +66,27 @@ def split(
     tp: int,
     xser: bool = False,
     pad: bool = False,
+    config: str | Path | None = None,
     **options,
 ) -> None:
     """Splits the weights of a Hugging Face folder into a checkpoint, which `load_checkpoint` and
     the tools open.
 
     Args:
-        source: the folder, such as `from_pretrained` opens.
+        source: the folder, such as `from_pretrained` opens; or one of torch.distributed.checkpoint
+            whose tensors have Hugging Face's names.
         output: the checkpoint to be, `<folder>/<tag>`.
         tp: tensor-parallel size.
         xser: tensor by tensor.
         pad: pad a vocabulary that `tp` does not divide.
+        config: the folder with `config.json`; by default the source.
         options: arguments of the parallel model's class, such as `shard_vocabulary=True`.
 
     Raises:
         ValueError: a degree that does not fit, an unknown architecture or option, missing tensors.
     """
     ensure_positive(tp=tp)
-    config = read_config(source)
+    config = read_config(source if config is None else config)
     output = check_output(output, source)
     model, settings = model_of(config.to_dict()), json.loads(config.to_json_string(use_diff=False))
     layouts, ties = describe_model(config, options, tp, pad)

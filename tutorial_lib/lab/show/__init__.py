@@ -9,10 +9,10 @@ from .pictures import bars, curves, growth, mesh_grid, slices, stacked, strips
 from .predict import predict
 from .source import source
 from .tables import Table, by_rank, compare, size, table
-from .timeline import timeline
+from .timeline import pipeline, timeline
 
 __all__ = [
     "ClaimError", "Claims", "Table", "bars", "by_rank", "check_answer", "compare",
-    "curves", "growth", "mesh_grid", "predict", "size", "slices", "source", "stacked", "strips",
-    "table", "timeline",
+    "curves", "growth", "mesh_grid", "pipeline", "predict", "size", "slices", "source",
+    "stacked", "strips", "table", "timeline",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from tutorial_lib.lab.stopwatch import (
     shares,
 )
 
-from .pictures import COLOURS, FAINT, INK, WIDTH, Picture
+from .pictures import COLOURS, FAINT, INK, WIDTH, Picture, _axes, _box
 
 _FILLS = {COMPUTING: COLOURS[0], WAITING: FAINT, COMMUNICATING: COLOURS[1]}
 
@@ -53,6 +53,37 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
     handles = [Patch(color=fill, label=activity) for activity, fill in _FILLS.items()]
     figure.legend(handles=handles, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
     return Picture(figure, f"A bar of time for each rank. {'; '.join(described)}.")
+
+
+def pipeline(
+    stages: Mapping[str, Sequence[tuple[str, int, float, float]]], title: str = ""
+) -> Picture:
+    """For each stage of a pipeline a bar of time, with the numbers of the micro-batches.
+
+    Args:
+        stages: by name what a stage did: `(kind, micro-batch, from, to)`, of two kinds, in seconds
+            on one clock.
+    """
+    figure, (axes,) = _axes(0.9 + 0.34 * len(stages), title=title)
+    spans = [span for done in stages.values() for span in done]
+    start, end = min(span[2] for span in spans), max(span[3] for span in spans)
+    kinds = list(dict.fromkeys(span[0] for span in spans))
+    for place, done in enumerate(stages.values()):
+        axes.broken_barh([(0, 1e3 * (end - start))], (place - 0.37, 0.74), facecolors=FAINT)
+        for kind, number, begun, ended in done:
+            where = 1e3 * (begun - start), place - 0.37, 1e3 * (ended - begun), 0.74
+            _box(axes, *where, COLOURS[kinds.index(kind)], str(number))
+    axes.set(xlim=(0, 1e3 * (end - start)), ylim=(len(stages) - 0.5, -0.5))
+    axes.set_yticks(range(len(stages)), list(stages))
+    axes.set_xlabel("milliseconds", fontsize=9)
+    fills = {kind: COLOURS[index] for index, kind in enumerate(kinds)} | {"idle": FAINT}
+    handles = [Patch(color=fill, label=kind) for kind, fill in fills.items()]
+    figure.legend(handles=handles, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
+    order = (
+        f"{name}: {', '.join(f'{kind} {number}' for kind, number, *_ in done)}"
+        for name, done in stages.items()
+    )
+    return Picture(figure, f"A pipeline by time. {'; '.join(order)}.")
 
 
 def _described(recorded: Sequence[StepTimes]) -> str:
