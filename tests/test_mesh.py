@@ -16,7 +16,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from tests.notebook import Notebook, Traces, write
 from tests.slurm import wait_for
 from tutorial_lib.backends import check_backend
-from tutorial_lib.lab.mesh import Mesh
+from tutorial_lib.lab.mesh import Mesh, nursery
 from tutorial_lib.lab.mesh.failures import describe_failure
 from tutorial_lib.lab.mesh.output import as_shown, by_rank
 
@@ -440,6 +440,18 @@ def test_nbmake_fails_when_one_rank_fails(tmp_path):
     run = _command(sys.executable, "-m", "pytest", *options, good, bad, within=150)
     assert run.returncode == 1 and "1 failed, 1 passed" in run.said
     assert "RankError: rank 2: AssertionError: rank two" in run.said
+
+
+def test_ranks_that_no_fork_made_alike_draw_the_same_numbers(monkeypatch):
+    """As on other nodes, on Trainium and on macOS: each imports torch by itself."""
+    monkeypatch.setattr(nursery, "PRELOAD", ())
+    mesh = Mesh(2)
+    mesh.start()
+    try:
+        seeds = mesh.gather("torch.initial_seed()")
+    finally:
+        mesh.close()
+    assert seeds[0] == seeds[1]
 
 
 @pytest.mark.slow

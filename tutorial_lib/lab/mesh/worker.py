@@ -220,6 +220,8 @@ def join(
 
     from tutorial_lib import backends
 
+    # Ranks forked from one process share its random stream; those of other nodes do not.
+    torch.manual_seed(int(key[:8], 16))
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
     backends.init_distributed(backend, timeout, dist.PrefixStore(key, store))
