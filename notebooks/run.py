@@ -91,10 +91,10 @@ def execute(
     """
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="kernels-") as kernels:
-        # A `python3` kernel that somebody registered for another environment must not win. Its
-        # warnings are about connections within this machine.
+        # A `python3` kernel that somebody registered for another environment must not win. Its log
+        # tells of connections within this machine, and of the interrupt by which it is ended.
         write_kernel_spec(
-            Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"]
+            Path(kernels) / "kernels" / "python3", extra_arguments=["--log-level=CRITICAL"]
         )
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update(ENVIRONMENT, JUPYTER_PATH=kernels, PYTHONPATH=os.pathsep.join(paths))
