@@ -1,12 +1,16 @@
 """The mesh of ranks: layouts with known answers, errors with numbers, groups on real ranks."""
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.parallel_state import layout
 
 from .parity import assert_refused
+from .pool import needs_xla
 
 
 def test_layout_puts_tensor_parallel_ranks_side_by_side():
@@ -99,3 +103,15 @@ def getters_before_init():
 
 def test_getters_say_what_to_call(ranks):
     assert ranks(getters_before_init, world_size=2, tp=None) == ["[rank_0] x", "[rank_1] x"]
+
+
+def time_outs():
+    groups = parallel_state.get_tensor_model_parallel_group(), dist.group.WORLD
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("xla", marks=needs_xla)])
+def test_a_group_waits_as_long_as_the_world(ranks, backend):
+    """Not half an hour, as torch and torch-xla would by themselves: a notebook then hung."""
+    for found in ranks(time_outs, world_size=4, tp=2, backend=backend):
+        assert found == [timedelta(seconds=30)] * 2

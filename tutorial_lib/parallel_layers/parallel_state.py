@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from .utils import divide, ensure_positive
 
@@ -141,7 +141,8 @@ def _create_groups(replica_groups: ReplicaGroups) -> list[ProcessGroup]:
     """A process group for each list of ranks; every rank makes all of them, member or not."""
     # torch-xla's own process group is for traced collectives: what hosts exchange goes over gloo.
     backend = "gloo" if dist.get_backend() == "xla" else None
-    return [dist.new_group(ranks, backend=backend) for ranks in replica_groups]
+    limit = distributed_c10d.default_pg_timeout  # torch-xla's `new_group` would take half an hour
+    return [dist.new_group(ranks, limit, backend) for ranks in replica_groups]
 
 
 def _axis(name: str) -> _Axis:
