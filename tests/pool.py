@@ -6,7 +6,6 @@ back in rank order.
 """
 
 import atexit
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -16,14 +15,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import get_temp_dir
 
-import pytest
 from torch.distributed import TCPStore
 
 from tutorial_lib.backends import init_distributed, rank_environment
 
-needs_xla = pytest.mark.skipif(
-    None in map(importlib.util.find_spec, ("torch_xla", "jax")), reason="needs torch-xla and jax"
-)
 GRACE = 3.0  # seconds that ranks get to end after one of them has failed
 START = 240.0  # seconds that they get to import torch and meet, on a machine that is busy
 # Imported once, by the process that the ranks are forked from. Nothing of torch-xla or jax, which

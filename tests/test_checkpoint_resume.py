@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from tests.pool import RankPool, needs_xla
+from tests.pool import RankPool
 from tests.standin import same, state
 from tests.tiny_models import TINY, Samples
 from tutorial_lib.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
@@ -144,13 +144,11 @@ def on_xla(ranks, tmp_path, *case):
     compare(ranks, tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
 
 
-@needs_xla
 @pytest.mark.slow
 def test_resume_on_xla(ranks, tmp_path):
     on_xla(ranks, tmp_path, *COVERING[0])
 
 
-@needs_xla
 @pytest.mark.grid
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)

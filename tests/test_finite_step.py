@@ -15,8 +15,6 @@ from tutorial_lib.parallel_layers.marks import (
 )
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 
-from .pool import needs_xla
-
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
 FIRST_RANK, LAST_RANK = (0, 0), (1, 1)
 
@@ -86,7 +84,6 @@ def test_a_step_is_left_out_on_all_ranks(ranks, zero, clip, optimizer_class, whe
             assert tensor.isfinite().all() and torch.equal(tensors[name], tensor), name
 
 
-@needs_xla
 @pytest.mark.parametrize("optimizer_class", [AdamW_FP32OptimParams, torch.optim.SGD])
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_traced_step_is_left_out(ranks, zero, optimizer_class):

@@ -28,11 +28,9 @@ from .parity import (
     train_together,
     whole_gradients,
 )
-from .pool import needs_xla
 from .test_models import VOCAB, config
 from .tiny_models import LENGTH, TINY
 
-pytestmark = needs_xla
 MESH = dict(world_size=4, tp=2, timeout=300)
 TP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 # Key and value on both ranks, and a vocabulary that does not divide.

@@ -8,9 +8,9 @@ import pytest
 from papermill.exceptions import PapermillExecutionError
 
 from notebooks import run
+from tutorial_lib.backends import is_installed
 
 from .notebook_cases import BAD_PARAMETERS, PARAMETER_SETS, QUICK, XLA_PARAMETERS
-from .pool import needs_xla
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NAMES = [path.stem for path in run.select([])]
@@ -65,7 +65,7 @@ def metrics(results, name):
     return [m["MeasuredValue"] for m in results["results"]["metrics"] if m["MetricName"] == name]
 
 
-@needs_xla
+@pytest.mark.skipif(not is_installed("torch_xla", "jax"), reason="needs torch-xla and jax")
 @pytest.mark.grid
 @pytest.mark.parametrize("name, parameters", XLA_PARAMETERS.items())
 def test_runs_on_xla_with_the_losses_of_the_cpu_and_a_second_time_without_compiling(

@@ -10,7 +10,6 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.parallel_state import layout
 
 from .parity import assert_refused
-from .pool import needs_xla
 
 
 def test_layout_puts_tensor_parallel_ranks_side_by_side():
@@ -110,7 +109,7 @@ def time_outs():
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("xla", marks=needs_xla)])
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_a_group_waits_as_long_as_the_world(ranks, backend):
     """Not half an hour, as torch and torch-xla would by themselves: a notebook then hung."""
     for found in ranks(time_outs, world_size=4, tp=2, backend=backend):

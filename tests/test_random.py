@@ -16,8 +16,6 @@ from tutorial_lib import xla_model as xm
 from tutorial_lib.parallel_layers import random
 from tutorial_lib.parallel_layers.recompute import checkpoint
 
-from .pool import needs_xla
-
 
 def masks():
     random.model_parallel_xla_manual_seed(1234)
@@ -56,7 +54,6 @@ def test_dropout_streams(ranks):
     assert all(restored)
 
 
-@needs_xla
 @pytest.mark.parametrize("tp", [1, 2])
 def test_dropout_streams_on_xla(ranks, tp):
     found = ranks(masks, world_size=2, tp=tp, backend="xla")
@@ -76,7 +73,6 @@ def seed_after_a_round_trip(seed):
     return real.get_rng_state()
 
 
-@needs_xla
 @pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
 def test_every_state_of_the_default_stream_survives_a_checkpoint(ranks, seed):
     assert ranks(seed_after_a_round_trip, seed, world_size=2, tp=2, backend="xla") == [seed, seed]
@@ -185,9 +181,7 @@ def recompute(checkpointed, forked):
 
 
 @pytest.mark.parametrize("forked", [False, True])
-@pytest.mark.parametrize(
-    "backend, rtol", [("cpu", 0.0), pytest.param("xla", 1e-12, marks=needs_xla)]
-)
+@pytest.mark.parametrize("backend, rtol", [("cpu", 0.0), ("xla", 1e-12)])
 def test_a_recomputed_forward_replays_its_dropout(ranks, backend, rtol, forked):
     where = dict(world_size=2, tp=2, backend=backend)
     plain, again = (ranks(recompute, each, forked, **where) for each in (False, True))

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests import pool, test_zero1
+from tests import test_zero1
 from tutorial_lib import backends, xla_cpu
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
 
-pytestmark = pool.needs_xla
 XLA = {"backend": "xla", "timeout": 240}
 
 
@@ -510,8 +509,7 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
     """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and
     the world's size.
     """
-    from torch_xla._internal import neuron
-
+    neuron = pytest.importorskip("torch_xla._internal.neuron")
     monkeypatch.setattr(backends, "on_trainium", lambda backend: True)
     for name in [n for n in os.environ if n.startswith("NEURON")]:
         monkeypatch.delenv(name)
@@ -531,6 +529,7 @@ def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
 
 
 def test_a_graph_that_cannot_be_kept_leaves_no_file(tmp_path):
+    pytest.importorskip("torch_xla"), pytest.importorskip("jaxlib")
     from tutorial_lib.xla_cpu.compiler import Compiler
 
     compiler, entry = object.__new__(Compiler), tmp_path / "entry"

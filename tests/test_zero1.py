@@ -19,8 +19,6 @@ from tutorial_lib.parallel_layers.marks import (
     set_tensor_model_parallel_attributes,
 )
 
-from .pool import needs_xla
-
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
 
 
@@ -148,7 +146,6 @@ XLA = [
 ]
 
 
-@needs_xla
 @pytest.mark.parametrize("tp, zero, optimizer_class, options, tolerance", XLA)
 def test_xla_gives_the_values_of_the_cpu_in_two_graphs(
     ranks, tp, zero, optimizer_class, options, tolerance
@@ -181,7 +178,6 @@ def sharded_there_and_back(folder, load):
     return [tensor.detach().cpu() for tensor in (*model.parameters(), *held)]
 
 
-@needs_xla
 def test_sharded_state_dict_on_xla(ranks, tmp_path):
     """Written one rank after the other, though its parts are gathered."""
     saved, loaded = (
