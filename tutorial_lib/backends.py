@@ -6,6 +6,7 @@ calls serve the ranks of a notebook (`tutorial_lib.lab.mesh`), `torchrun`, SLURM
 tests.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -23,6 +24,10 @@ from tutorial_lib.network import interface_towards
 EAGER = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 BACKENDS = (*EAGER, "xla")
 NEURON_ROOT_PORT = 62182  # torch-xla's own choice
+
+# A forked process, such as a loader's worker, leaves its parent's garbage alone: a process group in
+# it would join threads that only the parent has, and crash.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def is_installed(*modules: str) -> bool:
@@ -187,13 +192,12 @@ def current_backend() -> str:
 
 def get_device(backend: str | None = None) -> torch.device:
     """The device that this rank computes on; by default that of its `current_backend`."""
-    if (backend or current_backend()) == "xla":
+    backend = backend or current_backend()
+    if backend == "xla":
         import torch_xla
 
         return torch_xla.device()
-    return torch.device(
-        backend or current_backend()
-    )  # of several, the one that `init_distributed` has set
+    return torch.device(backend)  # of several, the one that `init_distributed` has set
 
 
 def uses_xla() -> bool:

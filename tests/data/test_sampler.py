@@ -1,5 +1,7 @@
 """The position in the data: resuming equals never having stopped."""
 
+import gc
+import os
 import random
 
 import numpy as np
@@ -133,6 +135,36 @@ def test_an_epoch_that_does_not_divide():
         before, state = train(stop, size=size)
         assert before + train(12 - stop, state, size=size)[0] == whole
         assert (state["epoch"], state["offset"]) == (stop * 2 // 7, stop * 2 % 7 * 4)
+
+
+class Collected:
+    """Garbage that only the garbage collector finds, and a file that says who did."""
+
+    def __init__(self, file):
+        self.file, self.cycle = file, self
+
+    def __del__(self):
+        self.file.write_text(str(os.getpid()))
+
+
+class Collecting(Numbers):
+    def __getitem__(self, index):
+        gc.collect()
+        return index
+
+
+def test_a_worker_leaves_the_garbage_of_its_rank_alone(tmp_path):
+    """A process group in it would crash the worker."""
+    gc.disable()
+    try:
+        Collected(tmp_path / "collected")
+        sampler = make()
+        next(iter(data_loader(Collecting(24), sampler, num_workers=2)))
+        assert not (tmp_path / "collected").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "collected").read_text() == str(os.getpid())
 
 
 def test_wrong_input():

@@ -8,6 +8,7 @@ threads. When the kernel closes the nursery's input or dies, it ends all process
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import multiprocessing
@@ -62,11 +63,13 @@ def main(count: str, *preload: str) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     logs, folder = {}, get_temp_dir()  # of multiprocessing, for the ranks too
     try:
+        gc.disable()  # looking for garbage takes a third of the time of these imports
         for name in preload:
             importlib.import_module(name)
         from tutorial_lib.lab.mesh import worker
 
         worker.shell()
+        gc.enable()
         for _ in range(int(count)):
             log = tempfile.TemporaryFile()  # noqa: SIM115
             rank = multiprocessing.get_context("fork").Process(target=_be_rank, args=(log,))
