@@ -30,7 +30,7 @@ def find_drift(named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]])
         named_parameters = named_parameters.named_parameters()
     mine: dict[str, dict[str, bytes]] = {"data": {}, "tensor": {}, "kv": {}}
     for name, parameter in named_parameters:
-        values = parameter.detach().cpu()  # whole: where work is traced, each shape is compiled
+        values = parameter.cpu().detach()  # whole: where work is traced, each shape is compiled
         mine["data"][name] = _digest(values)
         if not is_tensor_parallel(parameter):
             mine["tensor"][name] = mine["data"][name]

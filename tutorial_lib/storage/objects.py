@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ..backends import mark_step
+
 NUMPY_KINDS = "?bhilqBHILQefdFDSU"  # the dtypes of arrays that may be in a file
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size
@@ -87,7 +89,8 @@ def check_finite(weights: dict, where: str) -> None:
     """Raises ValueError, with its name, if a floating-point tensor of a state dict is not finite.
     Beside parameters there may be buffers, such as masks, that hold infinities.
 
-    All are looked at in one go, for a device that would be asked once for each.
+    All are looked at in one go, for a device that would be asked once for each, and after the end
+    of a step, for one that would compile what is read before it anew in each run.
     """
     marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in weights.values())
     kind = torch.nn.Parameter if marked else torch.Tensor
@@ -96,8 +99,9 @@ def check_finite(weights: dict, where: str) -> None:
         for name, tensor in weights.items()
         if isinstance(tensor, kind) and tensor.is_floating_point()
     }
-    found = torch.stack(list(finite.values())).tolist() if finite else []
-    if bad := [name for name, good in zip(finite, found, strict=True) if not good]:
+    found = torch.stack(list(finite.values())) if finite else torch.empty(0, device="cpu")
+    mark_step()
+    if bad := [name for name, good in zip(finite, found.tolist(), strict=True) if not good]:
         raise ValueError(
             f"{where} is not saved, for {bad[0]} and {len(bad) - 1} more tensors hold NaN or "
             "infinity: go on from the last checkpoint"
@@ -123,10 +127,9 @@ def to_host(value, copy: bool = False):
     def host_of(tensor: torch.Tensor) -> torch.Tensor:
         key = identity(tensor)
         if key not in seen:
-            source = tensor.detach()
-            host = source.cpu().contiguous()
+            host = tensor.cpu().detach().contiguous()  # on xla a graph would detach a view
             drags = host.untyped_storage().nbytes() != host.nbytes
-            if drags or (copy and host.data_ptr() == source.data_ptr()):
+            if drags or (copy and host.data_ptr() == tensor.data_ptr()):
                 host = host.clone()
             seen[key] = host, tensor  # the tensor, so that its id stays its own
         return seen[key][0]

@@ -117,7 +117,7 @@ def _result(answer: Any, exercise: Exercise, trial: tuple) -> Any:
 
     result = exercise.use(answer, *tree_map(_copy, trial))
     mark_step()
-    return tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, result)
+    return tree_map(lambda x: x.cpu().detach() if isinstance(x, torch.Tensor) else x, result)
 
 
 def _copy(argument: Any) -> Any:

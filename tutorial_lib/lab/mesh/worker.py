@@ -286,7 +286,7 @@ def value(expression: str):
     from torch.utils._pytree import tree_map_only
 
     result = eval(expression, shell().user_ns)
-    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), result)
+    return tree_map_only(torch.Tensor, lambda t: t.cpu().detach(), result)
 
 
 def hlo_texts() -> list[str]:
