@@ -102,12 +102,11 @@ VARIANTS = {
 }  # fmt: skip
 CASES = [(SMALL[name], "xla") for name in SMALL]
 CASES += [(run, backend) for run in VARIANTS.values() for backend in ("cuda", "xla")]
-CASES += [pytest.param(run, "xla", marks=pytest.mark.slow) for run in TUTORIALS.values()]
 
 
 @pytest.mark.parametrize("run, backend", CASES)
 def test_equals_the_dry_run(run, backend):
-    """On the CPU `test_dry_run` compares both with real steps."""
+    """On the CPU `test_dry_run` compares both with real steps, and with the published runs."""
     dry, plan = dry_run(run, backend=backend), Plan(run, ANY, backend)
     assert sum(p.numel for p in parameters(run)) == dry.parameters
     assert plan.nbytes == dry.nbytes
