@@ -422,13 +422,6 @@ def small(name, value):
     return lambda folder: put(folder, name, value)
 
 
-def deep(depth: int = 100_000):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def deep_pickle(folder):
     data = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
     with open(folder / "user_content.pt", "wb") as file:

@@ -25,7 +25,7 @@ from .parity import (
     train_alone,
     train_together,
 )
-from .tiny_models import TINY
+from .tiny_models import SHARDED, TINY
 
 RECIPE = dict(steps=4, lr=1e-2, max_norm=0.5)
 CAUSAL = ["gpt2", "gpt_neox", "llama"]
@@ -73,16 +73,16 @@ def compare(
 
 
 SP, FLASH = dict(sequence_parallel_enabled=True), dict(use_flash_attention=True)
-MLP, VOCAB = dict(shard_mlp=True), dict(shard_mlp=True, shard_vocabulary=True)
+MLP = dict(shard_mlp=True)
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 UNTIED = {"tie_word_embeddings": False}
 CASES = {
     "bert": ("bert", 2, 2, {}, {}, dict(zero=True)),
     "bert, mlp": ("bert", 2, 1, {"hidden_act": "gelu_fast"}, MLP, dict(checkpointing="full")),
-    "bert, vocabulary": ("bert", 4, 1, {"vocab_size": 97}, VOCAB, dict(accumulation=2)),
-    "bert, dp": ("bert", 1, 2, {"attn_implementation": "eager"}, VOCAB, dict(accumulation=2)),
+    "bert, vocabulary": ("bert", 4, 1, {"vocab_size": 97}, SHARDED, dict(accumulation=2)),
+    "bert, dp": ("bert", 1, 2, {"attn_implementation": "eager"}, SHARDED, dict(accumulation=2)),
     "bert, untied": ("bert", 2, 1, UNTIED, {}, {}),
-    "bert, untied, vocabulary": ("bert", 2, 1, UNTIED, VOCAB, {}),
+    "bert, untied, vocabulary": ("bert", 2, 1, UNTIED, SHARDED, {}),
     "gpt2": ("gpt2", 2, 2, {}, SP, dict(zero=True, kind="targets")),
     "gpt2, dp": ("gpt2", 1, 2, {"activation_function": "relu"}, {}, dict(accumulation=2)),
     "gpt2, 4": ("gpt2", 4, 1, {"scale_attn_by_inverse_layer_idx": True}, SP, dict(kind="right")),
@@ -127,7 +127,7 @@ def test_training_equals_one_process(ranks, case):
 def test_training_equals_one_process_everywhere(
     ranks, name, tp, dp, accumulation, zero, sequence_parallel
 ):
-    options = VOCAB if name == "bert" else {"sequence_parallel_enabled": sequence_parallel}
+    options = SHARDED if name == "bert" else {"sequence_parallel_enabled": sequence_parallel}
     for checkpointing in TINY[name].ours.checkpointed:
         compare(
             ranks, name, tp, dp, options=options, checkpointing=checkpointing,
@@ -217,7 +217,7 @@ def recomputed(name, how, options):
 @pytest.mark.parametrize("name", TINY)
 def test_recomputing_changes_no_bit_and_keeps_less(ranks, name):
     """With dropout; by the classes of `checkpointed`, by "full", by Hugging Face's switch."""
-    for options in (VOCAB,) if name == "bert" else ({}, SP):
+    for options in (SHARDED,) if name == "bert" else ({}, SP):
         where = dict(world_size=2, tp=2)
         expected = ranks(recomputed, name, None, options, **where)
         for how in (*[*TINY[name].ours.checkpointed.values()][1:], "full", "switch"):
@@ -343,7 +343,7 @@ def test_a_batch_is_by_default_the_whole_batch(ranks, name, targets):
 @pytest.mark.parametrize(
     "module, options, changes",
     [
-        (bert, {}, {}), (bert, MLP, UNTIED), (bert, VOCAB, UNTIED), (bert, VOCAB, {}),
+        (bert, {}, {}), (bert, MLP, UNTIED), (bert, SHARDED, UNTIED), (bert, SHARDED, {}),
         (gpt, {}, {}), (gpt, {}, UNTIED | {"vocab_size": 8193, "n_inner": 512}),
         (gpt_neox, {}, {"tie_word_embeddings": True, "vocab_size": 8191}),
         (gpt_neox, {}, {"attention_bias": False}), (llama2, {}, {}),
@@ -432,7 +432,7 @@ def test_what_does_not_fit_is_named_on_every_rank(ranks):
 
 def bert_loss(dtype, **changes):
     torch.manual_seed(0)
-    model = bert.BertForPreTraining(config("bert"), **VOCAB).to(dtype).eval()
+    model = bert.BertForPreTraining(config("bert"), **SHARDED).to(dtype).eval()
     batch = {**micro_batch("bert", "whole", 0), **changes}
     return model(**batch).loss.item()
 
