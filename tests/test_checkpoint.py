@@ -142,10 +142,13 @@ def four_saves(folder, async_save):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_keeps_the_newest(ranks, tmp_path, async_save):
-    os.makedirs(tmp_path / "notes")  # a folder of the user's
+    os.makedirs(tmp_path / "notes" / "checkpoint")  # a folder of the user's
+    os.makedirs(tmp_path / "tensorflow")
+    (tmp_path / "tensorflow" / "checkpoint").write_text('model_checkpoint_path: "m"')
     os.makedirs(tmp_path / "step_5.incomplete")
     ranks(four_saves, str(tmp_path), async_save, world_size=2, tp=2)
-    assert sorted(os.listdir(tmp_path)) == ["notes", "step_100", "step_11"]
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step_100", "step_11", "tensorflow"]
+    assert os.listdir(tmp_path / "notes") == os.listdir(tmp_path / "tensorflow") == ["checkpoint"]
     os.utime(tmp_path / "step_11" / "done")
     os.utime(tmp_path / "step_11")
     assert tags.latest(tmp_path).tag == "step_100" and has_checkpoint(str(tmp_path))

@@ -194,14 +194,6 @@ def test_a_link_is_no_second_checkpoint(ranks, tmp_path, capsys, monkeypatch):
     assert tags.find(tmp_path, "step_1").files
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b'{"format": 1, "tag": "st'])
-def test_a_broken_marker_is_no_checkpoint(ranks, tmp_path, content):
-    ranks(save, str(tmp_path), world_size=2, tp=2)
-    (tmp_path / "step_1" / "done").write_bytes(content)
-    words = [str(tmp_path), "incomplete: step_1"]
-    refused(ranks, RuntimeError, words, load, str(tmp_path))
-
-
 def test_a_checkpoint_that_is_replaced_is_there_all_the_time(tmp_path):
     """Somebody else lists the folder meanwhile."""
 
@@ -282,15 +274,6 @@ def test_what_could_not_be_read_again_is_not_saved(ranks, tmp_path):
         for error, message in found:
             assert error is ValueError and "user_content" in message, message
     assert os.listdir(tmp_path) == []
-
-
-def test_rotation_leaves_what_no_save_has_made(ranks, tmp_path):
-    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "tensorflow").mkdir()
-    (tmp_path / "tensorflow" / "checkpoint").write_text('model_checkpoint_path: "m"')
-    ranks(save, str(tmp_path), num_kept_ckpts=1, world_size=2, tp=2)
-    assert (tmp_path / "run" / "checkpoint").is_dir()
-    assert (tmp_path / "tensorflow" / "checkpoint").is_file()
 
 
 def test_a_shard_that_another_library_lost(ranks, tmp_path, capsys):
