@@ -270,23 +270,6 @@ def test_each_rank_drops_probabilities_of_its_own_heads(ranks):
     assert not torch.equal(first, second)
 
 
-def fused_rows():
-    small = config("gpt_neox", hidden_size=4, num_attention_heads=2, attn_implementation="sdpa")
-    attention = gpt_neox.ParallelNeoXAttention(small, 0, False)
-    labels = torch.arange(12.0)
-    attention.query_key_value.draw_("bias", lambda full: full.copy_(labels))
-    return attention.query_key_value.bias.reshape(-1, 3, 2).unbind(1)
-
-
-def test_a_rank_of_gpt_neox_gets_whole_heads(ranks):
-    ((query, key, value),) = ranks(fused_rows, world_size=1, tp=1)
-    assert query.flatten().tolist() == [0, 1, 6, 7] and key.flatten().tolist() == [2, 3, 8, 9]
-    for rank, parts in enumerate(ranks(fused_rows, world_size=2, tp=2)):
-        assert [part.flatten().tolist() for part in parts] == [
-            p[rank].tolist() for p in (query, key, value)
-        ]
-
-
 def angles(name, dtype, rope):
     changes = {"num_attention_heads": 1, "num_key_value_heads": 1, "rope_parameters": rope}
     if name == "gpt_neox":
