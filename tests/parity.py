@@ -1,5 +1,5 @@
-"""What the models' tests share: training over ranks and in one process, to be compared; counting
-parameters; errors on every rank.
+"""What the models' tests share: training over ranks and in one process, to be compared; errors
+on every rank.
 """
 
 import importlib
@@ -183,12 +183,6 @@ def reference(tiny, config, dtype: torch.dtype = torch.float64):
             fixed = dict(normalized_shape=module.weight.shape, weight=module.weight)
             module.forward = partial(F.rms_norm, **fixed, eps=module.variance_epsilon)
     return model
-
-
-def build(model_class: type, config, *options) -> int:
-    """The parameters of a model on this rank, of which none is allocated."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in model_class(config, *options).parameters())
 
 
 def assert_refused(ranks, text: str, function, *args, **where) -> None:

@@ -91,7 +91,8 @@ VARIANTS = {
         2, 1, 2, 64, checkpointing="full",
     ),
     "llama, one key head": Run(
-        llama2.make_config("tiny", num_key_value_heads=1, attention_bias=True), 2, 2, 2, 64
+        llama2.make_config("tiny", num_key_value_heads=1, attention_bias=True, mlp_bias=True),
+        2, 2, 2, 64,
     ),
     "neox": Run(NEOX, 2, 2, 2, 64, 2, dtype=torch.bfloat16),
     "several buckets": Run(
@@ -99,6 +100,16 @@ VARIANTS = {
         2, 2, 1, 64, zero=True,
     ),
     "bert": SMALL["bert"],
+    "gpt, untied": Run(
+        gpt.make_config("tiny", 4, tie_word_embeddings=False, vocab_size=8193, n_inner=512),
+        4, sequence=64,
+    ),
+    "neox, tied": Run(
+        gpt_neox.make_config(
+            "tiny", 4, tie_word_embeddings=True, vocab_size=8191, attention_bias=False
+        ),
+        4, sequence=64,
+    ),
 }  # fmt: skip
 CASES = [(SMALL[name], "xla") for name in SMALL]
 CASES += [(run, backend) for run in VARIANTS.values() for backend in ("cuda", "xla")]
