@@ -8,7 +8,6 @@ measurement is a process of its own, so that its peak memory is its own. The fol
 the size.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from tests.benchmarks.command import parser
 
 TP = 4
 HIDDEN, FEED_FORWARD, VOCABULARY = 2048, 5504, 32000
@@ -113,13 +114,8 @@ def measure(action: str, source: Path, target: Path) -> tuple[float, float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", default=tempfile.gettempdir())
-    args = parser.parse_args()
+    given = parser(__doc__, gigabytes=2.0, repeats=3, folder=tempfile.gettempdir())
+    args = given.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         total, largest = make(folder, args.gigabytes)
