@@ -185,12 +185,6 @@ def reference(tiny, config, dtype: torch.dtype = torch.float64):
     return model
 
 
-def assert_refused(ranks, text: str, function, *args, **where) -> None:
-    """That every rank by itself raises ValueError with `text` in it."""
-    errors = ranks(function, *args, return_exceptions=True, **where)
-    assert all(isinstance(e, ValueError) and text in str(e) for e in errors), errors
-
-
 def messages(module: str, tables: tuple[str, ...]) -> dict[str, str]:
     """What each case in tables of a test's module raises: on every rank by itself, so that none is
     left waiting for another.

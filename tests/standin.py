@@ -152,7 +152,7 @@ def attempt(function, *args, **kwargs):
     return None, ""
 
 
-def refused(ranks, error, words, function, *args, world_size: int = 2, tp: int = 2) -> None:
+def refused(ranks, error, words, function, *args, world_size: int = 2, tp=2) -> None:
     """That every rank raises `error` with these words, none of them left waiting for another."""
     where = dict(world_size=world_size, tp=tp, timeout=30)
     for kind, message in ranks(attempt, function, *args, **where):

@@ -162,14 +162,6 @@ def test_hostile_shards_are_refused_by_file_and_data_set(make_shard, change, mes
     assert str(path) in str(caught.value) and any(repr(key) in str(caught.value) for key in KEYS)
 
 
-def error_of(function, *args):
-    """On a rank: type and text of what it raises, as a result, so that the ranks stay up."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def guide_epoch(path, batch, epoch=0):
     loader = create_pretraining_dataset(path, 3, batch, None)
     loader.sampler.set_epoch(epoch)
