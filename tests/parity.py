@@ -3,7 +3,6 @@ on every rank.
 """
 
 import importlib
-from functools import partial
 
 import pytest
 import torch
@@ -177,11 +176,19 @@ def hugging_face_loss(model, batch: dict) -> torch.Tensor:
 
 def reference(tiny, config, dtype: torch.dtype = torch.float64):
     """Hugging Face's model with the initial weights that ours has, and no float32 inside."""
-    model = hugging_face_reference(tiny.theirs, config).to(dtype)
-    for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):  # computes in float32, whatever its input is
-            fixed = dict(normalized_shape=module.weight.shape, weight=module.weight)
-            module.forward = partial(F.rms_norm, **fixed, eps=module.variance_epsilon)
+    return precise(hugging_face_reference(tiny.theirs, config).to(dtype))
+
+
+def precise(model):
+    """The same model, without norms that compute in float32 whatever their input is."""
+    for norm in model.modules():
+        if isinstance(norm, LlamaRMSNorm):
+
+            def forward(x, norm=norm):
+                mean = x.square().mean(-1, keepdim=True)
+                return norm.weight * (x * (mean + norm.variance_epsilon).rsqrt())
+
+            norm.forward = forward
     return model
 
 
