@@ -10,6 +10,7 @@ from papermill.exceptions import PapermillExecutionError
 from notebooks import run
 from tutorial_lib.backends import is_installed
 
+from .notebook import tagged
 from .notebook_cases import BAD_PARAMETERS, PARAMETER_SETS, QUICK, XLA_PARAMETERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -98,16 +99,6 @@ def test_a_bad_parameter_of_papermill_ends_before_any_rank_starts(tmp_path):
     assert all(output.output_type != "stream" for output in outputs), (
         "the ranks report as they start"
     )
-
-
-def tagged(nb, prefix):
-    """Cells by what follows the prefix in their tags."""
-    return {
-        tag.removeprefix(prefix): cell
-        for cell in nb.cells
-        for tag in cell.metadata.get("tags", [])
-        if tag.startswith(prefix)
-    }
 
 
 @pytest.mark.parametrize("name", NAMES)
