@@ -19,7 +19,7 @@ from tutorial_lib.parallel_layers.layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
-from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
+from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES, move_model_to_device
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.parallel_layers.utils import padding_of
@@ -258,6 +258,25 @@ def marks_of(module):
     return {n: tuple(getattr(p, k, None) for k in MARKS) for n, p in module.named_parameters()}
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = ParallelEmbedding(8, 4)
+        self.row = RowParallelLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False)
+        self.head.weight = self.embedding.weight
+
+
+def tied_across_modules():
+    """Ties one level down and between levels, of weights and of buffers."""
+    model = nn.ModuleDict({"inner": Tied(), "other": ParallelEmbedding(8, 4)})
+    model["other"].weight = model["inner"].head.weight
+    model["inner"].register_buffer("mask", torch.ones(2))
+    model["other"].register_buffer("same_mask", model["inner"].mask)
+    return model
+
+
 def survivors():
     sp = dict(sequence_parallel_enabled=True)
     model = nn.ModuleDict(
@@ -279,6 +298,12 @@ def survivors():
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         copies["bf16"] = copy.deepcopy(model).to(torch.bfloat16)
+        tied = tied_across_modules()
+        names, weight = marks_of(tied), tied["other"].weight
+        assert move_model_to_device(tied, "cpu") is tied
+        assert tied["other"].weight is not weight, "the test is to replace parameters"
+        assert tied["inner"].head.weight is tied["other"].weight is tied["inner"].embedding.weight
+        assert tied["other"].same_mask is tied["inner"].mask and marks_of(tied) == names
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert copies["bf16"]["row"].bias.dtype is torch.bfloat16
@@ -299,16 +324,6 @@ def test_marks_follow_the_parameters(ranks):
         assert expected.items() <= marks.items() and marks["qkv.weight_qkv"][-1] == 16
         assert all(marks[f"{norm}.weight"][4] for norm in ("norm", "rms"))
         assert all(found == marks for found in copies.values()), copies
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = ParallelEmbedding(8, 4)
-        self.row = RowParallelLinear(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False)
-        self.head.weight = self.embedding.weight
 
 
 def on_meta():
