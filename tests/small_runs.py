@@ -7,11 +7,7 @@ from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 
 from .tiny_models import SHARDED
 
-BERT, NEOX, LLAMA = (
-    bert.make_config("tiny"),
-    gpt_neox.make_config("tiny"),
-    llama2.make_config("tiny"),
-)
+BERT, NEOX, LLAMA = (module.make_config("tiny") for module in (bert, gpt_neox, llama2))
 GROUPED = llama2.make_config("tiny", num_key_value_heads=2, vocab_size=8191)
 UNIFORM = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 BERT_WITHOUT_DROPOUT = bert.make_config("tiny", **UNIFORM)

@@ -165,9 +165,8 @@ def replace(folder):
 def test_a_tag_can_be_replaced_and_the_old_one_serves_until_then(ranks, tmp_path):
     assert ranks(replace, str(tmp_path), world_size=2, tp=2) == [2, 2]
     assert os.listdir(tmp_path) == ["last"]
-    shutil.copytree(
-        tmp_path / "last", tmp_path / "last.replaced"
-    )  # killed while it was being replaced
+    # Killed while it was being replaced.
+    shutil.copytree(tmp_path / "last", tmp_path / "last.replaced")
     os.remove(tmp_path / "last" / "done")
     assert tags.latest(tmp_path).path.name == "last.replaced"
     assert [p.name for p in tags.incomplete(tmp_path)] == ["last"]

@@ -326,9 +326,8 @@ def test_published_counts_and_paddings():
     assert parameter_count(llama2.make_config("full")) == 6_738_415_616  # Llama 2 7B
     one, eight = (parameter_count(gpt.make_config("full"), tp) for tp in (1, 8))
     whole = 2048 * 4096 + 32 * (6 * 4096) + 2 * 4096  # positions, norms and biases behind rows
-    assert (
-        one - whole == 8 * (eight - whole) - (51200 - 50304) * 4096
-    )  # 50257 padded by Megatron-LM
+    # 50257 padded by Megatron-LM
+    assert one - whole == 8 * (eight - whole) - (51200 - 50304) * 4096
 
 
 def refused(name, *given, **changes):

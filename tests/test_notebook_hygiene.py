@@ -16,16 +16,9 @@ from notebooks import clean, run
 from .notebook import code_cells, tagged
 
 NOTEBOOKS = run.select([])
-BEATS = [
-    "Parameters",
-    "Start the mesh",
-    "The picture",
-    "Predict",
-    "Build",
-    "See",
-    "Prove",
-    "Your turn",
-]  # below the title
+# Below the title.
+BEATS = ["Parameters", "Start the mesh", "The picture", "Predict"]
+BEATS += ["Build", "See", "Prove", "Your turn"]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 MAX_LINES, MAX_COLUMNS, MAX_CELLS, MAX_WORDS = 25, 100, 90, 2500
 

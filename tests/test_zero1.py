@@ -30,15 +30,8 @@ class Odd(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
-        shapes = {
-            "five": (5,),
-            "three": (3, 1),
-            "one": (1,),
-            "scalar": (),
-            "matrix": (5, 7),
-            "frozen": (4,),
-            "unused": (2,),
-        }
+        shapes = dict(five=(5,), three=(3, 1), one=(1,), scalar=(), matrix=(5, 7))
+        shapes |= dict(frozen=(4,), unused=(2,))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
         self.sharded = nn.Parameter(

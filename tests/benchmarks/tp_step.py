@@ -25,9 +25,8 @@ from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 
 HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY, HEAD = 512, 1376, 4, 8192, 64
 BATCH, SEQUENCE, TP = 4, 256, 2
-TOLERANCE = (
-    1e-4  # between the losses of the contestants after up to some dozen steps of AdamW in float32
-)
+# Between the losses of the contestants after up to some dozen steps of AdamW in float32.
+TOLERANCE = 1e-4
 
 
 class Plain:
@@ -182,9 +181,8 @@ def pytorchs_model() -> Model:
     return parallelize_module(plain_model(Split), mesh, plan)
 
 
-_contestant = (
-    None  # in a rank's process: a function of a step's number that trains it and returns the loss
-)
+# In a rank's process: a function of a step's number that trains it and returns the loss.
+_contestant = None
 
 
 def prepare(name: str, threads: int) -> None:
