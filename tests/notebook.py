@@ -118,3 +118,17 @@ def write(path, *cells: str, metadata: dict | None = None) -> str:
     }
     nbformat.write(notebook, path)
     return str(path)
+
+
+def code_cells(nb: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in nb.cells if cell.cell_type == "code"]
+
+
+def tagged(nb: nbformat.NotebookNode, prefix: str) -> dict[str, nbformat.NotebookNode]:
+    """Cells by what follows the prefix in their tags."""
+    return {
+        tag.removeprefix(prefix): cell
+        for cell in nb.cells
+        for tag in cell.metadata.get("tags", [])
+        if tag.startswith(prefix)
+    }

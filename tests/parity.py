@@ -1,9 +1,8 @@
-"""What the models' tests share: training over ranks and in one process, to be compared; counting
-parameters; errors on every rank.
+"""What the models' tests share: training over ranks and in one process, to be compared; errors
+on every rank.
 """
 
 import importlib
-from functools import partial
 
 import pytest
 import torch
@@ -177,24 +176,20 @@ def hugging_face_loss(model, batch: dict) -> torch.Tensor:
 
 def reference(tiny, config, dtype: torch.dtype = torch.float64):
     """Hugging Face's model with the initial weights that ours has, and no float32 inside."""
-    model = hugging_face_reference(tiny.theirs, config).to(dtype)
-    for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):  # computes in float32, whatever its input is
-            fixed = dict(normalized_shape=module.weight.shape, weight=module.weight)
-            module.forward = partial(F.rms_norm, **fixed, eps=module.variance_epsilon)
+    return precise(hugging_face_reference(tiny.theirs, config).to(dtype))
+
+
+def precise(model):
+    """The same model, without norms that compute in float32 whatever their input is."""
+    for norm in model.modules():
+        if isinstance(norm, LlamaRMSNorm):
+
+            def forward(x, norm=norm):
+                mean = x.square().mean(-1, keepdim=True)
+                return norm.weight * (x * (mean + norm.variance_epsilon).rsqrt())
+
+            norm.forward = forward
     return model
-
-
-def build(model_class: type, config, *options) -> int:
-    """The parameters of a model on this rank, of which none is allocated."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in model_class(config, *options).parameters())
-
-
-def assert_refused(ranks, text: str, function, *args, **where) -> None:
-    """That every rank by itself raises ValueError with `text` in it."""
-    errors = ranks(function, *args, return_exceptions=True, **where)
-    assert all(isinstance(e, ValueError) and text in str(e) for e in errors), errors
 
 
 def messages(module: str, tables: tuple[str, ...]) -> dict[str, str]:

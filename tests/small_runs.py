@@ -5,16 +5,13 @@ import torch
 from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 
-BERT, NEOX, LLAMA = (
-    bert.make_config("tiny"),
-    gpt_neox.make_config("tiny"),
-    llama2.make_config("tiny"),
-)
+from .tiny_models import SHARDED
+
+BERT, NEOX, LLAMA = (module.make_config("tiny") for module in (bert, gpt_neox, llama2))
 GROUPED = llama2.make_config("tiny", num_key_value_heads=2, vocab_size=8191)
 UNIFORM = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 BERT_WITHOUT_DROPOUT = bert.make_config("tiny", **UNIFORM)
 GPT = gpt.make_config("tiny", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-SHARDED = dict(shard_mlp=True, shard_vocabulary=True)
 SMALL = {
     "bert": Run(BERT_WITHOUT_DROPOUT, 2, 2, 2, 64, 3),
     "bert, cut, zero, checkpointing": Run(

@@ -42,10 +42,8 @@ class Standin(nn.Module):
 
     def __init__(self, dtype=torch.float32, vocabulary: int = V):
         super().__init__()
-        self.tp, self.rank = (
-            parallel_state.get_tensor_model_parallel_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
+        self.tp = parallel_state.get_tensor_model_parallel_size()
+        self.rank = parallel_state.get_tensor_model_parallel_rank()
         full = full_weights(dtype, vocabulary)
         self.embed = self._cut(full["embed"], 0, pad=-vocabulary % self.tp)
         self.norm = nn.Parameter(full["norm"])
@@ -72,9 +70,8 @@ class Standin(nn.Module):
 
     def loss(self, step: int) -> torch.Tensor:
         """Different at each step, so that a step that is lost or done twice shows."""
-        embed = self.embed[
-            : partition_of(self.embed).real_size(self.rank)
-        ]  # padding takes no part in a model's loss
+        # Padding takes no part in a model's loss.
+        embed = self.embed[: partition_of(self.embed).real_size(self.rank)]
         parameters = [embed, *(p for p in self.parameters() if p is not self.embed)]
         return sum(((p * (step % 3 + 1) - 0.5) ** 2).sum() for p in parameters)
 
@@ -152,7 +149,7 @@ def attempt(function, *args, **kwargs):
     return None, ""
 
 
-def refused(ranks, error, words, function, *args, world_size: int = 2, tp: int = 2) -> None:
+def refused(ranks, error, words, function, *args, world_size: int = 2, tp=2) -> None:
     """That every rank raises `error` with these words, none of them left waiting for another."""
     where = dict(world_size=world_size, tp=tp, timeout=30)
     for kind, message in ranks(attempt, function, *args, **where):

@@ -2,7 +2,6 @@
 groups.
 """
 
-import copy
 import math
 
 import pytest
@@ -67,30 +66,6 @@ def test_state_is_wide_and_survives_a_load(dtype, wide):
         for key in a:
             assert torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype
             assert a[key].data_ptr() != b[key].data_ptr()
-
-
-def test_a_state_whose_step_is_a_number_is_continued():
-    _, optimizer = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2))
-    parameters = optimizer.param_groups[0]["params"]
-    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-    fresh = AdamW_FP32OptimParams(copies, lr=1e-2)
-    state = copy.deepcopy(optimizer.state_dict())
-    for values in state["state"].values():
-        values["step"] = int(values["step"])
-    fresh.load_state_dict(state)
-    for p in (*parameters, *copies):
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    fresh.step()
-    assert all(torch.equal(a, b) for a, b in zip(copies, parameters, strict=True))
-
-
-def test_a_tensor_learning_rate_and_a_scheduler_give_the_same_steps():
-    a, optimizer = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2))
-    b, _ = train(lambda p: AdamW_FP32OptimParams(p, lr=torch.tensor(1e-2, dtype=torch.float64)))
-    assert all(torch.equal(s, t) for s, t in zip(a, b))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    assert scheduler.get_last_lr() == [5e-3]
 
 
 def test_a_parameter_without_gradient_is_left_alone():

@@ -142,10 +142,13 @@ def four_saves(folder, async_save):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_keeps_the_newest(ranks, tmp_path, async_save):
-    os.makedirs(tmp_path / "notes")  # a folder of the user's
+    os.makedirs(tmp_path / "notes" / "checkpoint")  # a folder of the user's
+    os.makedirs(tmp_path / "tensorflow")
+    (tmp_path / "tensorflow" / "checkpoint").write_text('model_checkpoint_path: "m"')
     os.makedirs(tmp_path / "step_5.incomplete")
     ranks(four_saves, str(tmp_path), async_save, world_size=2, tp=2)
-    assert sorted(os.listdir(tmp_path)) == ["notes", "step_100", "step_11"]
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step_100", "step_11", "tensorflow"]
+    assert os.listdir(tmp_path / "notes") == os.listdir(tmp_path / "tensorflow") == ["checkpoint"]
     os.utime(tmp_path / "step_11" / "done")
     os.utime(tmp_path / "step_11")
     assert tags.latest(tmp_path).tag == "step_100" and has_checkpoint(str(tmp_path))
@@ -162,9 +165,8 @@ def replace(folder):
 def test_a_tag_can_be_replaced_and_the_old_one_serves_until_then(ranks, tmp_path):
     assert ranks(replace, str(tmp_path), world_size=2, tp=2) == [2, 2]
     assert os.listdir(tmp_path) == ["last"]
-    shutil.copytree(
-        tmp_path / "last", tmp_path / "last.replaced"
-    )  # killed while it was being replaced
+    # Killed while it was being replaced.
+    shutil.copytree(tmp_path / "last", tmp_path / "last.replaced")
     os.remove(tmp_path / "last" / "done")
     assert tags.latest(tmp_path).path.name == "last.replaced"
     assert [p.name for p in tags.incomplete(tmp_path)] == ["last"]

@@ -1,12 +1,11 @@
 """Which checkpoint is the latest: what was saved last, or a question with the names."""
 
-import json
 import os
 import shutil
 
 import pytest
 
-from tests.standin import attempt
+from tests.standin import attempt, edit
 from tutorial_lib.checkpoint import tags
 
 
@@ -103,14 +102,17 @@ def test_tags_that_cannot_be_compared(tmp_path, found):
     assert kind is ValueError and all(tag in message for tag in found)
 
 
-MARKERS = {"step": "a", "sequence": 1.5, "mesh": {"tp": "x", "pp": 1}, "files": [1]}
+MARKERS = [{"step": "a"}, {"sequence": 1.5}, {"mesh": {"tp": "x", "pp": 1}}, {"files": [1]}]
 
 
-@pytest.mark.parametrize("entry", MARKERS)
-def test_a_marker_with_a_wrong_entry_hides_no_other_checkpoint(tmp_path, entry):
+@pytest.mark.parametrize("change", [*MARKERS, b"\xff\xfe\x00", b'{"format": 1, "tag": "st'])
+def test_a_marker_with_a_wrong_entry_or_none_hides_no_other_checkpoint(tmp_path, change):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_1", tmp_path / "step_2")
-    marker = json.loads((tmp_path / "step_2" / "done").read_text())
-    (tmp_path / "step_2" / "done").write_text(json.dumps({**marker, entry: MARKERS[entry]}))
+    marker = tmp_path / "step_2" / "done"
+    if isinstance(change, bytes):
+        marker.write_bytes(change)
+    else:
+        edit(marker, lambda found: found.update(change))
     (tmp_path / "step_3" / "done").mkdir(parents=True)
     assert names(tmp_path) == ["step_1"] and tags.incomplete(tmp_path) == [tmp_path / "step_2"]

@@ -1,5 +1,5 @@
 """Checkpoints of what is unusual and allowed: settings that are tensors, state dicts instead of a
-model, models with extra state, nothing but a user's content, folders with odd configurations.
+model, nothing but a user's content, folders with odd configurations.
 """
 
 import json
@@ -19,48 +19,30 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.storage import xser
 
 
-def optimizer_of(model, zero1, lr):
+def optimizer_of(model, lr):
     options = dict(lr=torch.tensor(lr), foreach=False)
-    if zero1:
-        return NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
-    return torch.optim.AdamW(model.parameters(), **options)
+    return NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
 
 
-def save_tensor_rate(folder, zero1, use_xser):
+def save_tensor_rate(folder):
     model = Standin()
-    optimizer = optimizer_of(model, zero1, 0.125)
+    optimizer = optimizer_of(model, 0.125)
     model.train_step(optimizer, 0)
-    save_checkpoint(folder, "step_1", model, optimizer, use_xser=use_xser)
-
-
-def load_tensor_rate(folder, tag, zero1):
-    model = Standin()
-    optimizer = optimizer_of(model, zero1, 0.5)
-    load_checkpoint(folder, tag, model, optimizer)
-    return optimizer.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize(("zero1", "use_xser"), [(False, True), (True, False)])
-def test_a_learning_rate_that_is_a_tensor(ranks, tmp_path, zero1, use_xser):
-    folder = str(tmp_path)
-    ranks(save_tensor_rate, folder, zero1, use_xser, world_size=2, tp=2)
-    assert main(["reshard", f"{folder}/step_1", f"{folder}/one", "--tp", "1"]) == 0
-    for tag in ("step_1", "one"):
-        assert ranks(load_tensor_rate, folder, tag, zero1, world_size=1) == [torch.tensor(0.125)]
+    save_checkpoint(folder, "step_1", model, optimizer)
 
 
 def load_elsewhere(folder, tag="step_1"):
     model = zero(Standin())
-    optimizer = optimizer_of(model, True, 0.5)
+    optimizer = optimizer_of(model, 0.5)
     with torch.device("meta"):
         load_checkpoint(folder, tag, model, optimizer)
         save_checkpoint(folder, "again", model, optimizer)
     return optimizer.param_groups[0]["lr"]
 
 
-def test_the_default_device_does_not_matter(ranks, tmp_path):
+def test_the_default_device_does_not_matter_nor_that_a_rate_is_a_tensor(ranks, tmp_path):
     folder = str(tmp_path)
-    ranks(save_tensor_rate, folder, True, False, world_size=2, tp=2)
+    ranks(save_tensor_rate, folder, world_size=2, tp=2)
     assert ranks(load_elsewhere, folder, world_size=1) == [torch.tensor(0.125)]
     with torch.device("meta"):
         for tag, form in (("plain", "--no-xser"), ("xser", "--xser")):
@@ -96,31 +78,6 @@ def test_a_state_dict_of_parameters_says_how_it_is_cut(ranks, tmp_path):
     ranks(save_state_dict, str(tmp_path / "run"), True, world_size=2, tp=2)
     assert main(["merge", str(tmp_path / "run"), str(tmp_path / "m.safetensors")]) == 0
     assert load_file(tmp_path / "m.safetensors")["embed"].shape == (10, 4)
-
-
-class Extra(Standin):
-    """With a state that is no tensor, as torch allows it."""
-
-    count = 0
-
-    def get_extra_state(self):
-        return {"count": self.count}
-
-    def set_extra_state(self, value):
-        self.count = value["count"]
-
-
-def extra_there_and_back(folder):
-    model = Extra()
-    model.count = 3
-    save_checkpoint(folder, "step_1", model)
-    model.count = 0
-    load_checkpoint(folder, model=model)
-    return model.count
-
-
-def test_extra_state(ranks, tmp_path):
-    assert ranks(extra_there_and_back, str(tmp_path), world_size=2, tp=2) == [3, 3]
 
 
 def only_content(folder):

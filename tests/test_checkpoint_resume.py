@@ -161,9 +161,8 @@ RESHARDED += [("llama", True, 4, 4), ("gpt2", True, 4, 4)]
 
 
 def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):
-    options = dict(
-        full=True, dtype=torch.float64, dropout=0.0
-    )  # at another mesh other random numbers would be drawn
+    # At another mesh other random numbers would be drawn.
+    options = dict(full=True, dtype=torch.float64, dropout=0.0)
     arguments = (str(tmp_path), kind, zero)
     (records, weights), *_ = ranks(never_stopped, *arguments, world_size=4, tp=2, **options)
     options["micro_batch"] = min(2, GLOBAL_BATCH * tp // world_size // 2)  # an epoch ends evenly

@@ -164,10 +164,8 @@ def save_sharded(folder, dtype, num_workers):
 
 
 def save_as_vendor(folder, dtype, _):
-    tp, dp = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-    )
+    place = ranks_module.my_place()
+    tp, dp = place.tp, place.dp
     os.makedirs(folder, exist_ok=True)
     value = vendor_state(trained(dtype)[1]) | {"dp_rank": dp, "tp_rank": tp}
     torch.save(value, f"{folder}/optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}")

@@ -17,7 +17,7 @@ from tutorial_lib.lab.exercises.attempts import Attempts
 from tutorial_lib.lab.exercises.judge import Exercise, judge, judge_on_rank
 from tutorial_lib.lab.show.exercises import judge_here
 
-from .notebook import Notebook, Traces
+from .notebook import Notebook, Traces, tagged
 
 ANSWERS = Path(__file__).parent / "exercises"
 BLOCK = re.compile(
@@ -214,16 +214,6 @@ def answers_to(name: str) -> dict[str, dict]:
     return found
 
 
-def tagged(name: str, prefix: str) -> dict[str, str]:
-    """The notebook's cells by what follows the prefix in their tags."""
-    return {
-        tag.removeprefix(prefix): cell.source
-        for cell in nbformat.read(run.FOLDER / f"{name}.ipynb", 4).cells
-        for tag in cell.metadata.get("tags", [])
-        if tag.startswith(prefix)
-    }
-
-
 def verdicts(setup: str, sources: list[str], name: str, asked: dict) -> list[str]:
     """What the check says to each of these cells, in this process or (`mesh`) on this rank."""
     found = []
@@ -253,8 +243,10 @@ def cases():
 @pytest.mark.parametrize("name, exercise", list(cases()))
 def test_right_answers_pass_and_wrong_ones_get_their_reason(name, exercise, ranks, monkeypatch):
     case = answers_to(name)[exercise]
-    stub = tagged(name, "exercise:")[exercise]
-    solution = tagged(name, "solution:")[exercise]
+    stub, check, solution = (
+        tagged(nbformat.read(run.FOLDER / f"{name}.ipynb", 4), kind)[exercise].source
+        for kind in ("exercise:", "check:", "solution:")
+    )
     solution = re.search(r"```python\n(.*?)\n```", solution, re.DOTALL)[1]
     answers = [(stub, "not attempted"), (solution, "correct"), *case["answers"]]
 
@@ -264,7 +256,7 @@ def test_right_answers_pass_and_wrong_ones_get_their_reason(name, exercise, rank
         asked.update(name=answer, exercise=by or Exercise(right, wrong or {}), mesh=mesh)
 
     monkeypatch.setattr(show, "check_answer", note)
-    namespace, check = {"show": show, "mesh": "the mesh"}, tagged(name, "check:")[exercise]
+    namespace = {"show": show, "mesh": "the mesh"}
     if "mesh=mesh" not in check:
         exec(case["setup"], namespace)
     exec(check, namespace)
@@ -284,4 +276,5 @@ def test_right_answers_pass_and_wrong_ones_get_their_reason(name, exercise, rank
 
 def test_every_notebook_has_answers_to_its_exercises():
     for path in ANSWERS.glob("*.md"):
-        assert list(answers_to(path.stem)) == list(tagged(path.stem, "exercise:"))
+        nb = nbformat.read(run.FOLDER / f"{path.stem}.ipynb", 4)
+        assert list(answers_to(path.stem)) == list(tagged(nb, "exercise:"))

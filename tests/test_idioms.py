@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.swa_utils import AveragedModel
 
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 
@@ -70,11 +69,6 @@ def grad_is_none(model, optimizer, kept, step):
     del model.b.weight.grad
 
 
-@idiom("last")
-def grad_zeroed(model, optimizer, kept, step):
-    model.a.weight.grad.zero_()
-
-
 @idiom("between")
 def grad_scaled(model, optimizer, kept, step):
     for p in model.parameters():
@@ -87,12 +81,6 @@ def grad_assigned(model, optimizer, kept, step):
     model.a.weight.grad = torch.ones_like(model.a.weight)
     model.a.bias.grad = model.a.bias.grad * 0.5
     model.b.weight.grad = None if step == 1 else torch.zeros_like(model.b.weight)
-
-
-@idiom("last")
-def grad_replaced(model, optimizer, kept, step):
-    for p in model.parameters():
-        p.grad = torch.nan_to_num(p.grad) / 2
 
 
 @idiom("last")
@@ -153,21 +141,6 @@ def weights_as_a_vector(model, optimizer, kept, step):
 
 
 @idiom("first")
-def weights_of_an_average(model, optimizer, kept, step):
-    average = kept.setdefault("average", AveragedModel(model, avg_fn=lambda old, new, n: new))
-    model.load_state_dict(average.module.state_dict())
-
-
-@idiom("first")
-def weights_swapped_for_a_validation(model, optimizer, kept, step):
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.data.zero_()
-    for p, value in zip(model.parameters(), before):
-        p.data.copy_(value)
-
-
-@idiom("first")
 def weights_tied(model, optimizer, kept, step):
     model.late = model.a.bias if step == 1 else model.b.weight
 
@@ -180,11 +153,6 @@ def frozen_and_back(model, optimizer, kept, step):
 @idiom("first")
 def another_dtype(model, optimizer, kept, step):
     model.to(torch.bfloat16 if step == 1 else torch.float32)
-
-
-@idiom("first")
-def wider_dtype(model, optimizer, kept, step):
-    model.double()
 
 
 # --- groups and options ---------------------------------------------------------------------------
@@ -219,22 +187,8 @@ def group_added(model, optimizer, kept, step):
 
 
 @idiom("first")
-def parameter_appended(model, optimizer, kept, step):
-    if step == 1:
-        optimizer.param_groups[0]["params"].append(model.late)
-
-
-@idiom("first")
 def parameter_replaced(model, optimizer, kept, step):
     model.b.weight = optimizer.param_groups[1]["params"][0] = nn.Parameter(model.b.weight * 0)
-
-
-@idiom("last")
-def group_removed(model, optimizer, kept, step):
-    if step == 1:
-        del optimizer.param_groups[0]
-    else:
-        optimizer.param_groups = optimizer.param_groups[::-1]
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -277,12 +231,6 @@ def loaded_model_first(model, optimizer, kept, step):
 @idiom("first")
 def loaded_optimizer_first(model, optimizer, kept, step):
     rewind(model, optimizer, kept, step, False)
-
-
-@idiom("first")
-def groups_of_getstate(model, optimizer, kept, step):
-    for group in optimizer.__getstate__()["param_groups"]:
-        group["lr"] = 0.25
 
 
 # --- the step -------------------------------------------------------------------------------------

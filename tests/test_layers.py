@@ -19,7 +19,7 @@ from tutorial_lib.parallel_layers.layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
-from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES
+from tutorial_lib.parallel_layers.marks import TENSOR_PARALLEL_ATTRIBUTES, move_model_to_device
 from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.parallel_layers.utils import padding_of
@@ -36,32 +36,10 @@ def noise(*shape, seed=1, dtype=torch.float64):
     ).to(dtype)
 
 
-def compare(layer, plain, x, run, dtype):
-    """Output, input gradient and parameter gradients of `run(layer, x)` against the plain layer;
-    largest difference each.
-
-    `run` returns the output and the cotangent's part that belongs to it, from the full cotangent.
-    """
-    torch.manual_seed(0)
-    reference_x = x.clone().requires_grad_()
-    reference = plain(reference_x)
-    cotangent = noise(*reference.shape, seed=2, dtype=dtype)
-    reference.backward(cotangent)
-    found_x = x.clone().requires_grad_()
-    output, grad_x = run(layer, found_x, reference.detach(), cotangent)
-    differences = {"output": output, "input": (grad_x - reference_x.grad).abs().max().item()}
-    for name, parameter in plain.named_parameters():
-        ours = getattr(layer, name)
-        assert torch.equal(whole(ours.data, ours), parameter.data), f"{name} starts elsewhere"
-        grad = ours.grad
-        if getattr(ours, "sequence_parallel_enabled", False):
-            grad = comm.all_reduce("sum", grad)
-        differences[name] = (whole(grad, ours) - parameter.grad).abs().max().item()
-    assert all(d <= TOLERANCE[dtype] for d in differences.values()), differences
-    return differences
-
-
 def part(full, dim, partition=None):
+    """This rank's of the dimension; all of it if `dim` is None."""
+    if dim is None:
+        return full
     rank = parallel_state.get_tensor_model_parallel_rank()
     if partition is not None:
         return replace(partition, dim=dim).shard(full, rank)
@@ -73,47 +51,58 @@ def gap(found, wanted):
     return (found.detach() - wanted).abs().max().item()
 
 
-def column(leading, gather, sp, bias, dtype, stride=1, pad=False, sizes=(12, 24)):
+def compare(make, make_plain, x, x_dim=None, y_dim=None):
+    """Initial weights, output and every gradient against the plain layer's.
+
+    Args:
+        x_dim, y_dim: by which dimension ranks share input and output; None for neither.
+    """
     torch.manual_seed(3)
-    layer = ColumnParallelLinear(
-        *sizes, bias, gather, dtype, stride=stride, sequence_parallel_enabled=sp, pad=pad
+    layer = make()
+    torch.manual_seed(3)
+    plain = make_plain()
+    for name, parameter in plain.named_parameters():
+        ours = getattr(layer, name)
+        assert torch.equal(whole(ours.data, ours), parameter.data), f"{name} starts elsewhere"
+    reference_x, mine = (t.clone().requires_grad_() for t in (x, part(x, x_dim)))
+    reference = plain(reference_x)
+    cotangent = noise(*reference.shape, seed=2, dtype=x.dtype)
+    reference.backward(cotangent)
+    rows = partition_of(layer.weight) if y_dim == -1 else None
+    wanted, cotangent = (part(t, y_dim, rows) for t in (reference.detach(), cotangent))
+    output, kept = layer(mine), cotangent.clone()
+    output.backward(cotangent)
+    assert torch.equal(mine, part(x, x_dim)) and torch.equal(cotangent, kept), "modified"
+    grad = mine.grad if x_dim is None else comm.all_gather(mine.grad, x_dim)
+    differences = {"output": gap(output, wanted), "input": gap(grad, reference_x.grad)}
+    for name, parameter in plain.named_parameters():
+        ours = getattr(layer, name)
+        grad = ours.grad
+        if getattr(ours, "sequence_parallel_enabled", False):
+            grad = comm.all_reduce("sum", grad)
+        differences[name] = gap(whole(grad, ours), parameter.grad)
+    assert all(d <= TOLERANCE[x.dtype] for d in differences.values()), differences
+
+
+def column(leading, gather, sp, bias, dtype, sizes=(12, 24), **options):
+    options |= dict(sequence_parallel_enabled=sp)
+    compare(
+        lambda: ColumnParallelLinear(*sizes, bias, gather, dtype, **options),
+        lambda: nn.Linear(*sizes, bias=bias, dtype=dtype),
+        noise(*leading, sizes[0], dtype=dtype),
+        0 if sp else None,
+        None if gather else -1,
     )
-    torch.manual_seed(3)
-    plain = nn.Linear(*sizes, bias=bias, dtype=dtype)
-
-    def run(layer, x, wanted, cotangent):
-        before = x.detach().clone()
-        shard = part(x.detach(), 0).clone().requires_grad_() if sp else x
-        output = layer(shard)
-        if not gather:
-            rows = partition_of(layer.weight)
-            wanted, cotangent = (part(t, -1, rows) for t in (wanted, cotangent))
-        kept = cotangent.clone()
-        output.backward(cotangent)
-        assert torch.equal(x.detach(), before) and torch.equal(cotangent, kept), (
-            "an argument was modified"
-        )
-        return gap(output, wanted), comm.all_gather(shard.grad, 0) if sp else shard.grad
-
-    compare(layer, plain, noise(*leading, sizes[0], dtype=dtype), run, dtype)
 
 
 def row(leading, parallel, sp, bias, dtype):
-    torch.manual_seed(3)
-    layer = RowParallelLinear(24, 12, bias, parallel, dtype, sequence_parallel_enabled=sp)
-    torch.manual_seed(3)
-    plain = nn.Linear(24, 12, bias=bias, dtype=dtype)
-
-    def run(layer, x, wanted, cotangent):
-        shard = part(x.detach(), -1).clone().requires_grad_() if parallel else x
-        output = layer(shard)
-        if sp:
-            wanted, cotangent = part(wanted, 0), part(cotangent, 0)
-        output.backward(cotangent)
-        grad = comm.all_gather(shard.grad, -1) if parallel else shard.grad
-        return gap(output, wanted), grad
-
-    compare(layer, plain, noise(*leading, 24, dtype=dtype), run, dtype)
+    compare(
+        lambda: RowParallelLinear(24, 12, bias, parallel, dtype, sequence_parallel_enabled=sp),
+        lambda: nn.Linear(24, 12, bias=bias, dtype=dtype),
+        noise(*leading, 24, dtype=dtype),
+        -1 if parallel else None,
+        0 if sp else None,
+    )
 
 
 LEADING = [(4,), (4, 3), (4, 2, 3)]
@@ -269,6 +258,25 @@ def marks_of(module):
     return {n: tuple(getattr(p, k, None) for k in MARKS) for n, p in module.named_parameters()}
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = ParallelEmbedding(8, 4)
+        self.row = RowParallelLinear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False)
+        self.head.weight = self.embedding.weight
+
+
+def tied_across_modules():
+    """Ties one level down and between levels, of weights and of buffers."""
+    model = nn.ModuleDict({"inner": Tied(), "other": ParallelEmbedding(8, 4)})
+    model["other"].weight = model["inner"].head.weight
+    model["inner"].register_buffer("mask", torch.ones(2))
+    model["other"].register_buffer("same_mask", model["inner"].mask)
+    return model
+
+
 def survivors():
     sp = dict(sequence_parallel_enabled=True)
     model = nn.ModuleDict(
@@ -290,6 +298,12 @@ def survivors():
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         copies["bf16"] = copy.deepcopy(model).to(torch.bfloat16)
+        tied = tied_across_modules()
+        names, weight = marks_of(tied), tied["other"].weight
+        assert move_model_to_device(tied, "cpu") is tied
+        assert tied["other"].weight is not weight, "the test is to replace parameters"
+        assert tied["inner"].head.weight is tied["other"].weight is tied["inner"].embedding.weight
+        assert tied["other"].same_mask is tied["inner"].mask and marks_of(tied) == names
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert copies["bf16"]["row"].bias.dtype is torch.bfloat16
@@ -310,16 +324,6 @@ def test_marks_follow_the_parameters(ranks):
         assert expected.items() <= marks.items() and marks["qkv.weight_qkv"][-1] == 16
         assert all(marks[f"{norm}.weight"][4] for norm in ("norm", "rms"))
         assert all(found == marks for found in copies.values()), copies
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = ParallelEmbedding(8, 4)
-        self.row = RowParallelLinear(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False)
-        self.head.weight = self.embedding.weight
 
 
 def on_meta():

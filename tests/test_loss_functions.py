@@ -18,9 +18,8 @@ from .parity import assert_messages
 
 
 def mine(full):
-    return full.chunk(parallel_state.get_tensor_model_parallel_size(), -1)[
-        parallel_state.get_tensor_model_parallel_rank()
-    ]
+    size = parallel_state.get_tensor_model_parallel_size()
+    return full.chunk(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def run(logits, target, cotangent=None, **options):

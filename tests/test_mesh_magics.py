@@ -37,21 +37,22 @@ def test_ranks(px):
     assert mesh.ran == [("x = 1\n", None), ("x = 1\n", [1, 3])]
 
 
+RAISED = RankError("rank 1: ValueError: 3")
+
+
 def test_a_cell_that_is_meant_to_fail_prints_its_error(px, capsys):
-    px(Noted(RankError("rank 1: ValueError: 3")), "--fails --rank 1")
+    px(Noted(RAISED), "--fails --rank 1")
     assert capsys.readouterr().out == "RankError: rank 1: ValueError: 3\n"
 
 
-def test_a_cell_that_is_meant_to_fail_and_does_not_is_an_error(px):
-    with pytest.raises(AssertionError, match="meant to fail"):
-        px(Noted(), "--fails")
-
-
-def test_other_errors_than_those_of_ranks_are_not_meant(px):
-    with pytest.raises(RuntimeError, match="no ranks"):
-        px(Noted(RuntimeError("no ranks are up")), "--fails")
-
-
-def test_without_the_option_an_error_is_one(px):
-    with pytest.raises(RankError):
-        px(Noted(RankError("rank 1: ValueError: 3")), "")
+@pytest.mark.parametrize(
+    "error, line, kind, words",
+    [
+        (None, "--fails", AssertionError, "meant to fail"),
+        (RuntimeError("no ranks are up"), "--fails", RuntimeError, "no ranks"),
+        (RAISED, "", RankError, "ValueError: 3"),
+    ],
+)
+def test_nothing_else_is_meant(px, error, line, kind, words):
+    with pytest.raises(kind, match=words):
+        px(Noted(error), line)

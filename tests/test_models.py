@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tutorial_lib.lab.plan.parameters import parameter_count
-from tutorial_lib.models import bert, gpt, gpt_neox, llama2
+from tutorial_lib.models import bert, gpt, llama2
 from tutorial_lib.models.full_weights import full_tensors, load_full_tensors
 from tutorial_lib.parallel_layers.consistency import find_drift
 from tutorial_lib.parallel_layers.random import get_rng_state, model_parallel_xla_manual_seed
@@ -17,7 +17,6 @@ from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpoint
 from .parity import (
     assert_messages,
     assert_same,
-    build,
     hugging_face_loss,
     micro_batch,
     next_token_batch,
@@ -25,7 +24,7 @@ from .parity import (
     train_alone,
     train_together,
 )
-from .tiny_models import TINY
+from .tiny_models import SHARDED, TINY
 
 RECIPE = dict(steps=4, lr=1e-2, max_norm=0.5)
 CAUSAL = ["gpt2", "gpt_neox", "llama"]
@@ -73,16 +72,16 @@ def compare(
 
 
 SP, FLASH = dict(sequence_parallel_enabled=True), dict(use_flash_attention=True)
-MLP, VOCAB = dict(shard_mlp=True), dict(shard_mlp=True, shard_vocabulary=True)
+MLP = dict(shard_mlp=True)
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 UNTIED = {"tie_word_embeddings": False}
 CASES = {
     "bert": ("bert", 2, 2, {}, {}, dict(zero=True)),
     "bert, mlp": ("bert", 2, 1, {"hidden_act": "gelu_fast"}, MLP, dict(checkpointing="full")),
-    "bert, vocabulary": ("bert", 4, 1, {"vocab_size": 97}, VOCAB, dict(accumulation=2)),
-    "bert, dp": ("bert", 1, 2, {"attn_implementation": "eager"}, VOCAB, dict(accumulation=2)),
+    "bert, vocabulary": ("bert", 4, 1, {"vocab_size": 97}, SHARDED, dict(accumulation=2)),
+    "bert, dp": ("bert", 1, 2, {"attn_implementation": "eager"}, SHARDED, dict(accumulation=2)),
     "bert, untied": ("bert", 2, 1, UNTIED, {}, {}),
-    "bert, untied, vocabulary": ("bert", 2, 1, UNTIED, VOCAB, {}),
+    "bert, untied, vocabulary": ("bert", 2, 1, UNTIED, SHARDED, {}),
     "gpt2": ("gpt2", 2, 2, {}, SP, dict(zero=True, kind="targets")),
     "gpt2, dp": ("gpt2", 1, 2, {"activation_function": "relu"}, {}, dict(accumulation=2)),
     "gpt2, 4": ("gpt2", 4, 1, {"scale_attn_by_inverse_layer_idx": True}, SP, dict(kind="right")),
@@ -127,7 +126,7 @@ def test_training_equals_one_process(ranks, case):
 def test_training_equals_one_process_everywhere(
     ranks, name, tp, dp, accumulation, zero, sequence_parallel
 ):
-    options = VOCAB if name == "bert" else {"sequence_parallel_enabled": sequence_parallel}
+    options = SHARDED if name == "bert" else {"sequence_parallel_enabled": sequence_parallel}
     for checkpointing in TINY[name].ours.checkpointed:
         compare(
             ranks, name, tp, dp, options=options, checkpointing=checkpointing,
@@ -217,7 +216,7 @@ def recomputed(name, how, options):
 @pytest.mark.parametrize("name", TINY)
 def test_recomputing_changes_no_bit_and_keeps_less(ranks, name):
     """With dropout; by the classes of `checkpointed`, by "full", by Hugging Face's switch."""
-    for options in (VOCAB,) if name == "bert" else ({}, SP):
+    for options in (SHARDED,) if name == "bert" else ({}, SP):
         where = dict(world_size=2, tp=2)
         expected = ranks(recomputed, name, None, options, **where)
         for how in (*[*TINY[name].ours.checkpointed.values()][1:], "full", "switch"):
@@ -268,23 +267,6 @@ def heads_dropped():
 def test_each_rank_drops_probabilities_of_its_own_heads(ranks):
     first, second = ranks(heads_dropped, world_size=2, tp=2)
     assert not torch.equal(first, second)
-
-
-def fused_rows():
-    small = config("gpt_neox", hidden_size=4, num_attention_heads=2, attn_implementation="sdpa")
-    attention = gpt_neox.ParallelNeoXAttention(small, 0, False)
-    labels = torch.arange(12.0)
-    attention.query_key_value.draw_("bias", lambda full: full.copy_(labels))
-    return attention.query_key_value.bias.reshape(-1, 3, 2).unbind(1)
-
-
-def test_a_rank_of_gpt_neox_gets_whole_heads(ranks):
-    ((query, key, value),) = ranks(fused_rows, world_size=1, tp=1)
-    assert query.flatten().tolist() == [0, 1, 6, 7] and key.flatten().tolist() == [2, 3, 8, 9]
-    for rank, parts in enumerate(ranks(fused_rows, world_size=2, tp=2)):
-        assert [part.flatten().tolist() for part in parts] == [
-            p[rank].tolist() for p in (query, key, value)
-        ]
 
 
 def angles(name, dtype, rope):
@@ -340,31 +322,12 @@ def test_a_batch_is_by_default_the_whole_batch(ranks, name, targets):
     assert ranks(counted, name, world_size=1) == [targets]
 
 
-@pytest.mark.parametrize(
-    "module, options, changes",
-    [
-        (bert, {}, {}), (bert, MLP, UNTIED), (bert, VOCAB, UNTIED), (bert, VOCAB, {}),
-        (gpt, {}, {}), (gpt, {}, UNTIED | {"vocab_size": 8193, "n_inner": 512}),
-        (gpt_neox, {}, {"tie_word_embeddings": True, "vocab_size": 8191}),
-        (gpt_neox, {}, {"attention_bias": False}), (llama2, {}, {}),
-        (llama2, {}, {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
-    ],
-)  # fmt: skip
-def test_parameters_in_closed_form(ranks, module, options, changes):
-    for tp in (1, 4):
-        cfg = module.make_config("tiny", tp, **changes)
-        cls = next(t.ours for t in TINY.values() if t.ours.__module__ == module.__name__)
-        expected = parameter_count(cfg, tp, **options)
-        assert ranks(build, cls, cfg, *options.values(), world_size=tp, tp=tp) == [expected] * tp
-
-
 def test_published_counts_and_paddings():
     assert parameter_count(llama2.make_config("full")) == 6_738_415_616  # Llama 2 7B
     one, eight = (parameter_count(gpt.make_config("full"), tp) for tp in (1, 8))
     whole = 2048 * 4096 + 32 * (6 * 4096) + 2 * 4096  # positions, norms and biases behind rows
-    assert (
-        one - whole == 8 * (eight - whole) - (51200 - 50304) * 4096
-    )  # 50257 padded by Megatron-LM
+    # 50257 padded by Megatron-LM
+    assert one - whole == 8 * (eight - whole) - (51200 - 50304) * 4096
 
 
 def refused(name, *given, **changes):
@@ -432,7 +395,7 @@ def test_what_does_not_fit_is_named_on_every_rank(ranks):
 
 def bert_loss(dtype, **changes):
     torch.manual_seed(0)
-    model = bert.BertForPreTraining(config("bert"), **VOCAB).to(dtype).eval()
+    model = bert.BertForPreTraining(config("bert"), **SHARDED).to(dtype).eval()
     batch = {**micro_batch("bert", "whole", 0), **changes}
     return model(**batch).loss.item()
 

@@ -28,8 +28,8 @@ from .parity import (
     train_together,
     whole_gradients,
 )
-from .test_models import VOCAB, config
-from .tiny_models import LENGTH, TINY
+from .test_models import config
+from .tiny_models import LENGTH, SHARDED, TINY
 
 MESH = dict(world_size=4, tp=2, timeout=300)
 TP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
@@ -113,7 +113,7 @@ def test_training_equals_the_cpu_in_float64(ranks, name):
 
 RUNS = {
     "bert": Run(config("bert"), 2, 2, 3, LENGTH, 2),
-    "bert, cut, zero": Run(config("bert"), 2, 2, 2, LENGTH, 1, zero=True, options=VOCAB),
+    "bert, cut, zero": Run(config("bert"), 2, 2, 2, LENGTH, 1, zero=True, options=SHARDED),
     "gpt_neox, sequence parallel, zero": Run(
         config("gpt_neox"), 2, 2, 2, LENGTH, 3, sequence_parallel=True, zero=True
     ),

@@ -13,17 +13,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from notebooks import clean, run
 
+from .notebook import code_cells, tagged
+
 NOTEBOOKS = run.select([])
-BEATS = [
-    "Parameters",
-    "Start the mesh",
-    "The picture",
-    "Predict",
-    "Build",
-    "See",
-    "Prove",
-    "Your turn",
-]  # below the title
+# Below the title.
+BEATS = ["Parameters", "Start the mesh", "The picture", "Predict"]
+BEATS += ["Build", "See", "Prove", "Your turn"]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 MAX_LINES, MAX_COLUMNS, MAX_CELLS, MAX_WORDS = 25, 100, 90, 2500
 
@@ -32,15 +27,6 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 def read(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
-
-
-def code_cells(nb):
-    return [cell for cell in nb.cells if cell.cell_type == "code"]
-
-
-def tagged(nb, prefix):
-    tags = (tag for cell in nb.cells for tag in cell.metadata.get("tags", []))
-    return [tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)]
 
 
 @each
@@ -106,8 +92,8 @@ def test_cells_are_small_and_plain(path):
 @each
 def test_every_exercise_has_a_check_and_a_solution(path):
     nb = read(path)
-    exercises = tagged(nb, "exercise:")
-    assert exercises and exercises == tagged(nb, "check:") == tagged(nb, "solution:")
+    names = [list(tagged(nb, kind)) for kind in ("exercise:", "check:", "solution:")]
+    assert names[0] and names == names[:1] * 3
     checks = [cell for cell in code_cells(nb) if "show.check_answer(" in cell.source]
     assert all(cell.metadata.jupyter.source_hidden for cell in checks), "the answer is in sight"
     closes = [cell for cell in code_cells(nb) if "mesh.close()" in cell.source]
@@ -117,7 +103,7 @@ def test_every_exercise_has_a_check_and_a_solution(path):
 @each
 def test_copies_for_students_show_no_answers(path):
     copy = clean.for_students(read(path))
-    assert tagged(copy, "exercise:") == tagged(read(path), "exercise:")
+    assert list(tagged(copy, "exercise:")) == list(tagged(read(path), "exercise:"))
     assert not tagged(copy, "solution:") and "</details>" not in str(copy.cells)
     assert not any(cell.outputs or cell.execution_count for cell in code_cells(copy))
 

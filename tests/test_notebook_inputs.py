@@ -19,20 +19,17 @@ from tutorial_lib.lab import show
 from tutorial_lib.lab.check_parameters import check_parameters
 from tutorial_lib.lab.run_folder import MARKER, new_run
 
+from .notebook import code_cells
 from .notebook_cases import BAD_PARAMETERS
 
 each = pytest.mark.parametrize("path", run.select([]), ids=lambda path: path.stem)
-
-
-def code_cells(path):
-    return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
 
 
 class Beginning:
     """A notebook up to the check of its parameters and of what follows from them."""
 
     def __init__(self, path):
-        cells = code_cells(path)
+        cells = [cell.source for cell in code_cells(nbformat.read(path, 4))]
         start = next(i for i, cell in enumerate(cells) if "new_run(" in cell)
         self.declaration = cells[0]
         self.code = [compile(cell, path.stem, "exec") for cell in cells[:start]]
@@ -153,7 +150,7 @@ def begin(output_dir, name="06_checkpoints", data_dir=None, parameters=None):
 
 @each
 def test_every_notebook_writes_into_a_folder_of_its_own(path):
-    source = "\n".join(code_cells(path))
+    source = "\n".join(cell.source for cell in code_cells(nbformat.read(path, 4)))
     own = ", data_dir" if "data_dir: str" in source else ""
     assert f'new_run("{path.stem}", output_dir{own})' in source
     assert "Claims(output.parent, parameters)" in source

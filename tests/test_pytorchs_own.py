@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from notebooks import run
-from tests.parity import hugging_face_loss, micro_batch
+from tests.parity import hugging_face_loss, micro_batch, precise
 from tests.tiny_models import TINY
 
 # Words of the cells that define what is tested, in their order.
@@ -28,20 +27,6 @@ def cells() -> list[str]:
     found = nbformat.read(run.select(["09"])[0], 4).cells
     sources = [cell.source for cell in found if cell.cell_type == "code"]
     return [next(s for s in sources if words in s).removeprefix("%%px\n") for words in CELLS]
-
-
-def precise(model):
-    """No norm computes in float32."""
-    for norm in model.modules():
-        if isinstance(norm, LlamaRMSNorm):
-
-            def forward(x, norm=norm):
-                return norm.weight * (
-                    x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-                )
-
-            norm.forward = forward
-    return model
 
 
 def next_token_loss(model, batch, counts):

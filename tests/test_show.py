@@ -30,22 +30,6 @@ def test_table_is_text_and_html():
     assert '<td align="right" style="text-align: right">12,346</td>' in page and "&lt;b&gt;" in page
 
 
-def test_fractions_of_a_column_line_up_and_units_stand_to_the_right():
-    rates = show.table(
-        [
-            {"rate": 34.4, "step": 14.8, "size": "64.0 KiB"},
-            {"rate": 26.0, "step": 1e-7, "size": "1.4 MiB"},
-        ]
-    )
-    assert [row[0] for row in rates.rows] == ["34.4", "26.0"]
-    assert [row[1] for row in rates.rows] == ["14.8", "1e-07"], (
-        "no decimals would make these line up"
-    )
-    assert [line[-8:] for line in repr(rates).splitlines()[2:]] == ["64.0 KiB", " 1.4 MiB"]
-    assert show.by_rank({"seconds": [0.0, 0.5, 0.25]}).rows[0][1:4] == ["0", "0.50", "0.25"]
-    assert [row[1] for row in show.compare({"a": (3, 4), "b": (None, 1)}).rows] == ["3", "–"]
-
-
 def test_by_rank_names_the_rank_that_differs():
     drawn = show.by_rank({"sum": [1.0] * 4, "weight": [3, 3, 7, 3], "slice": [0, 1, 2, 3]})
     assert [row[-1] for row in drawn.rows] == [

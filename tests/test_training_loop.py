@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
-from tutorial_lib.training.logger import BY_SAMPLES, Logger, _writer, read_events
+from tutorial_lib.training.logger import Logger, read_events
 from tutorial_lib.training.loop import train
 
 
@@ -74,19 +74,3 @@ def test_steps_that_were_left_out_are_logged(ranks, tmp_path):
     assert "skipped" not in lines[0]
     skipped = read_events(str(tmp_path)).Scalars("skipped steps")
     assert [(event.step, event.value) for event in skipped] == [(2, 1), (3, 1)]
-
-
-def test_tensorboard_shows_each_step_once_after_a_run_was_killed(tmp_path):
-    """Killed after step 40, its last checkpoint is of step 30; by steps and by samples."""
-    for done, last in ((0, 40), (30, 50), (50, 55)):
-        writer = _writer(str(tmp_path), done, 8 * done)
-        for step in range(done + 1, last + 1):
-            writer.add_scalar("lm loss", last, step)
-            writer.add_scalar("lm loss" + BY_SAMPLES, last, 8 * step)
-        writer.close()
-        time.sleep(1.1)  # the files' names, by which they are ordered, count seconds
-    events = read_events(str(tmp_path))
-    expected = [40] * 30 + [50] * 20 + [55] * 5
-    for name, stride in (("lm loss", 1), ("lm loss" + BY_SAMPLES, 8)):
-        found = [(event.step, event.value) for event in events.Scalars(name)]
-        assert found == [(stride * (i + 1), value) for i, value in enumerate(expected)]

@@ -1,6 +1,5 @@
 """ZeRO-1 equals the plain optimizer, on XLA too."""
 
-import re
 from unittest import mock
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.standin import refused
 from tutorial_lib import backends, xla_cpu
 from tutorial_lib import xla_model as xm
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams
@@ -30,15 +30,8 @@ class Odd(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
-        shapes = {
-            "five": (5,),
-            "three": (3, 1),
-            "one": (1,),
-            "scalar": (),
-            "matrix": (5, 7),
-            "frozen": (4,),
-            "unused": (2,),
-        }
+        shapes = dict(five=(5,), three=(3, 1), one=(1,), scalar=(), matrix=(5, 7))
+        shapes |= dict(frozen=(4,), unused=(2,))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
         self.sharded = nn.Parameter(
@@ -290,18 +283,15 @@ def loaded_badly(what):
 
 
 @pytest.mark.parametrize(
-    "what, message", [("size", "of 8.* of 2"), ("one", r"parameter 0 has shape \[5\].*\[6\]")]
+    "what, message",
+    [("size", ["of 8", "of 2"]), ("one", ["parameter 0 has shape [5]", "[6]"])],
 )
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks(ranks, what, message):
-    for error in ranks(loaded_badly, what, world_size=2, return_exceptions=True):
-        assert isinstance(error, ValueError) and re.search(message, str(error))
+    refused(ranks, ValueError, message, loaded_badly, what, tp=1)
 
 
 def wrong_arguments(options):
-    try:
-        NeuronZero1Optimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD, **options, lr=1.0)
-    except ValueError as error:
-        return str(error)
+    NeuronZero1Optimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD, **options, lr=1.0)
 
 
 @pytest.mark.parametrize(
@@ -313,4 +303,4 @@ def wrong_arguments(options):
     ],
 )
 def test_bad_arguments_are_named_on_all_ranks(ranks, options, message):
-    assert all(message in found for found in ranks(wrong_arguments, options, world_size=2))
+    refused(ranks, ValueError, [message], wrong_arguments, options, tp=1)

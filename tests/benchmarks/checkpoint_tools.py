@@ -8,7 +8,6 @@ measurement is a process of its own, so that its peak memory is its own. The fol
 the size.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,12 +17,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.benchmarks.command import parser
+from tutorial_lib.checkpoint.__main__ import main as checkpoint_command
 
 TP = 4
-HIDDEN, FEED_FORWARD, VOCABULARY = 2048, 5504, 32000
 CHILD = """
 import json, sys, threading, time
-action, *arguments = sys.argv[1:]
+action, source, target = sys.argv[1:]
 peak, over = 0, threading.Event()
 def watch():
     global peak
@@ -33,7 +35,7 @@ def watch():
             peak = max([peak, *found])
 if action.startswith("copy"):
     import os, shutil
-    def work(source, target):
+    def work():
         shutil.copytree(source, target)
         for folder, _, files in os.walk(target if action == "copy" else ""):
             for name in files:
@@ -41,14 +43,13 @@ if action.startswith("copy"):
                     os.fsync(file.fileno())
 else:
     from tutorial_lib.checkpoint import merge, reshard  # loaded before the clock starts
-    def work(source, target):
-        if action == "merge":
-            merge.merge(source, target)
-        else:
-            reshard.reshard(source, target, int(action))
+    from tutorial_lib.checkpoint.__main__ import main
+    command = ["merge"] if action == "merge" else ["reshard", "--tp", action]
+    def work():
+        assert main([*command, source, target]) == 0
 threading.Thread(target=watch, daemon=True).start()
 start, began = time.perf_counter(), time.process_time()
-work(*arguments)
+work()
 seconds, cpu = time.perf_counter() - start, time.process_time()
 over.set()
 print(json.dumps([seconds, peak * 1024 / 1e6, cpu - began]))
@@ -56,46 +57,20 @@ print(json.dumps([seconds, peak * 1024 / 1e6, cpu - began]))
 
 
 def make(folder: Path, gigabytes: float) -> tuple[int, int]:
-    """Writes a Llama-shaped checkpoint of about that size at degree `TP`; bytes in all and in the
+    """Writes a Llama's checkpoint of about that size at degree `TP`; bytes in all and in the
     largest tensor.
     """
-    from tutorial_lib.checkpoint.layout import Layout, shard_name, to_json, write_metadata
-    from tutorial_lib.checkpoint.tools import mesh_of, write_checkpoint
-    from tutorial_lib.parallel_layers.sharding import Partition
-    from tutorial_lib.storage.xser import save
-
-    def cut(shape: tuple[int, int], dim: int, matrices: int = 1) -> Layout:
-        sizes = (shape[dim] // matrices,) * matrices
-        return Layout(shape, torch.float32, Partition(dim, sizes, TP))
-
-    layouts = {"embed": cut((VOCABULARY, HIDDEN), 0)}
-    layer = {
-        "qkv": cut((3 * HIDDEN, HIDDEN), 0, 3),
-        "o": cut((HIDDEN, HIDDEN), 1),
-        "gate_up": cut((2 * FEED_FORWARD, HIDDEN), 0, 2),
-        "down": cut((HIDDEN, FEED_FORWARD), 1),
-        "norm": Layout((HIDDEN,), torch.float32),
-    }
-    count = 0
-    while 4 * sum(torch.Size(x.shape).numel() for x in layouts.values()) < gigabytes * 1e9:
-        layouts |= {f"layers.{count}.{name}": layout for name, layout in layer.items()}
-        count += 1
-
-    mesh = mesh_of(TP, 1)
-
-    def tensor(layout: Layout) -> torch.Tensor:
-        make = torch.rand if layout.partition else torch.ones
-        return make(layout.local_shape())
-
-    def write(aside: Path) -> None:
-        nothing = {"architecture": "benchmark", "config": None, "tied": [], "optimizer": None}
-        write_metadata(aside, {"mesh": mesh, "model": to_json(layouts), **nothing})
-        for rank in range(TP):
-            weights = {name: tensor(layout) for name, layout in layouts.items()}
-            save(weights, aside / "model" / shard_name(0, rank))
-
-    write_checkpoint(folder / "step_1", 1, mesh, write)
-    sizes = [4 * torch.Size(x.shape).numel() for x in layouts.values()]
+    layer, ends = 4 * (4 * 2048**2 + 3 * 2048 * 5504), 8 * 32000 * 2048
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5504, vocab_size=32000, num_attention_heads=16,
+        num_hidden_layers=max(round((gigabytes * 1e9 - ends) / layer), 1), dtype=torch.float32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "whole")
+    split = ["split", str(folder / "whole"), str(folder / "step_1"), "--tp", str(TP)]
+    assert checkpoint_command(split) == 0
+    shutil.rmtree(folder / "whole")
+    sizes = [p.nbytes for p in model.parameters()]
     return sum(sizes), max(sizes)
 
 
@@ -113,13 +88,8 @@ def measure(action: str, source: Path, target: Path) -> tuple[float, float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", default=tempfile.gettempdir())
-    args = parser.parse_args()
+    given = parser(__doc__, gigabytes=2.0, repeats=3, folder=tempfile.gettempdir())
+    args = given.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         total, largest = make(folder, args.gigabytes)

@@ -9,7 +9,6 @@ Hugging Face's own model. The models take turns; medians count. Saved bytes come
 hooks, peaks from torch. On a CPU add `--small`, which shows only that the code works.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from tests.benchmarks.command import parser
 from tests.tiny_models import LENGTH, TINY, VOCABULARY, Samples
 from tutorial_lib import backends
 from tutorial_lib.lab.show.tables import table
@@ -143,13 +143,9 @@ def checkpointing(backend: str, steps: int, full: bool) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backend", default="auto", choices=("auto", *backends.EAGER))
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="not the size of Llama 2 7B")
-    chosen = parser.parse_args(arguments)
+    given = parser(__doc__, backend="auto", steps=10)
+    given.add_argument("--small", action="store_true", help="not the size of Llama 2 7B")
+    chosen = given.parse_args(arguments)
     backend = backends.check_backend(chosen.backend)
     os.environ |= backends.rank_environment(backend, 0, 1, master_port=0)
     backends.init_distributed(backend, store=dist.HashStore())

@@ -8,7 +8,6 @@ medians count. Each is given its best setting of those tried: fused projections 
 them (PyTorch's cannot), fused AdamW for all.
 """
 
-import argparse
 import json
 import math
 import os
@@ -19,15 +18,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.benchmarks.command import parser
 from tests.pool import RankPool
 from tutorial_lib.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 
 HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY, HEAD = 512, 1376, 4, 8192, 64
 BATCH, SEQUENCE, TP = 4, 256, 2
-TOLERANCE = (
-    1e-4  # between the losses of the contestants after up to some dozen steps of AdamW in float32
-)
+# Between the losses of the contestants after up to some dozen steps of AdamW in float32.
+TOLERANCE = 1e-4
 
 
 class Plain:
@@ -182,9 +181,8 @@ def pytorchs_model() -> Model:
     return parallelize_module(plain_model(Split), mesh, plan)
 
 
-_contestant = (
-    None  # in a rank's process: a function of a step's number that trains it and returns the loss
-)
+# In a rank's process: a function of a step's number that trains it and returns the loss.
+_contestant = None
 
 
 def prepare(name: str, threads: int) -> None:
@@ -228,12 +226,7 @@ def train(first: int, steps: int) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round")
-    options = parser.parse_args()
+    options = parser(__doc__, rounds=9, steps=3).parse_args()  # steps of each in a round
     cores = os.cpu_count() or 1
     contestants = {
         "one process": (RankPool(1), None, cores),

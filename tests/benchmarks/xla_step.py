@@ -7,7 +7,6 @@ The two take turns within one run, so that whatever else the machine does hits b
 What XLA takes before its third step, compilation above all, is reported by itself.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -15,6 +14,7 @@ import time
 
 import torch
 
+from tests.benchmarks.command import parser
 from tests.pool import RankPool
 from tutorial_lib import backends
 
@@ -71,12 +71,7 @@ def train(count: int) -> tuple[float, list[float], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="of each backend in a round")
-    options = parser.parse_args()
+    options = parser(__doc__, rounds=7, steps=3).parse_args()  # steps of each in a round
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TUTORIAL_XLA_CACHE"] = cache  # an empty one
         pools = {backend: RankPool(WORLD, backend) for backend in ("cpu", "xla")}

@@ -9,7 +9,6 @@ So the rows to compare are "ours" and "torch, gradients averaged"; "torch, step 
 left if that average cost nothing. Prints JSON.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from tests.benchmarks.command import parser
 from tests.pool import RankPool
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
 from tutorial_lib.parallel_layers import buckets
@@ -84,13 +84,7 @@ def measure(hidden: int, layers: int, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, hidden=512, layers=4, steps=30).parse_args()
     pool = RankPool(2)
     first, second = pool.run(measure, **vars(arguments), timeout=1200)
     pool.stop()
