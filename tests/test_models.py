@@ -350,7 +350,7 @@ def test_a_batch_is_by_default_the_whole_batch(ranks, name, targets):
         (llama2, {}, {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
     ],
 )  # fmt: skip
-def test_parameters_in_closed_form(ranks, module, options, changes):
+def test_parameters_counted_without_memory(ranks, module, options, changes):
     for tp in (1, 4):
         cfg = module.make_config("tiny", tp, **changes)
         cls = next(t.ours for t in TINY.values() if t.ours.__module__ == module.__name__)

@@ -109,7 +109,7 @@ CASES += [pytest.param(run, "xla", marks=pytest.mark.slow) for run in TUTORIALS.
 def test_equals_the_dry_run(run, backend):
     """On the CPU `test_dry_run` compares both with real steps."""
     dry, plan = dry_run(run, backend=backend), Plan(run, ANY, backend)
-    assert sum(p.numel for p in parameters(run)) == dry.parameters
+    assert sum(p.numel() for p in parameters(run)) == dry.parameters
     assert plan.nbytes == dry.nbytes
     assert plan.operations == dry.operations or backend == "cuda"
     assert Counter(plan.collectives) == Counter(dry.collectives)
@@ -129,7 +129,7 @@ def test_three_bounds_by_hand():
 
     # ZeRO-1's two halves: each of 8 tensor-parallel parts crosses between the 2 nodes once each
     # way; half of it leaves.
-    weights = 2 * sum(p.numel for p in parameters(run))
+    weights = 2 * sum(p.numel() for p in parameters(run))
     assert plan.times["network"] == pytest.approx(8 * 2 * weights / 2 / 100e9, rel=1e-3)
 
     # Each micro-batch reads the weights three times.

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.checkpoint import layout
-from tutorial_lib.lab.plan.runs import TUTORIALS, Run
+from tutorial_lib.lab.plan.runs import TUTORIALS, Run, dry_world
 from tutorial_lib.lab.show.tables import Table, table
-from tutorial_lib.parallel_layers import comm, parallel_state, ranks
+from tutorial_lib.parallel_layers import comm, ranks
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
@@ -63,31 +61,6 @@ class DryRun:
 
     def __str__(self) -> str:
         return "\n\n".join(map(repr, self.tables()))
-
-
-@contextmanager
-def dry_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the block this process is one rank of a world whose other ranks do not exist.
-
-    On the meta device collectives work as ever. What the ranks' hosts exchange comes back as if
-    every rank were this one.
-
-    Raises:
-        ValueError: no such rank.
-        RuntimeError: the process is in a world already.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in [0, {world_size})")
-    if dist.is_initialized():
-        raise RuntimeError(
-            "a dry run needs a process that is no rank of anything: torch.distributed is up here"
-        )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 _attend = F.scaled_dot_product_attention

@@ -65,9 +65,9 @@ class Plan:
         """
         run, held = self.run, parameters(self.run)
         wide = torch.promote_types(run.dtype, torch.float32).itemsize
-        count = sum(p.numel for p in held)
+        count = sum(p.numel() for p in held)
         if run.zero:  # a master and two moments of this rank's shard
-            state = sum(3 * wide * shard_length(p.numel, run.dp) for p in held)
+            state = sum(3 * wide * shard_length(p.numel(), run.dp) for p in held)
         else:
             state = 2 * wide * count
         return {
