@@ -4,10 +4,9 @@ The real model, loss and optimizer run on the meta device: every tensor has a sh
 and `comm` records each collective and answers with the right shape. So a run over 128 cores can be
 looked at on a laptop, to the byte.
 
-    python -m tutorial_lib.lab.plan.dry_run llama2-7b --rank 5
+    python -m tutorial_lib.lab.plan llama2-7b --dry-run 5
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.checkpoint import layout
-from tutorial_lib.lab.plan.runs import TUTORIALS, Run, dry_world
+from tutorial_lib.lab.plan.runs import Run, dry_world
 from tutorial_lib.lab.show.tables import Table, table
 from tutorial_lib.parallel_layers import comm, ranks
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
@@ -164,21 +163,3 @@ def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
     """Bytes of a file's tensors; one with several names counts once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tutorial_lib.lab.plan.dry_run", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("run", choices=TUTORIALS, help="a run as it was published")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--backend", choices=BACKENDS, default="xla")
-    chosen = parser.parse_args(arguments)
-    try:
-        print(dry_run(TUTORIALS[chosen.run], chosen.rank, chosen.backend))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
