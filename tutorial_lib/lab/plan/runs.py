@@ -14,8 +14,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from transformers import PretrainedConfig
 
+from tutorial_lib.checkpoint.architectures import MODELS
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
-from tutorial_lib.models.base import ShardedModel
 from tutorial_lib.models.configs import check_config, feed_forward_size
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
 from tutorial_lib.parallel_layers import parallel_state
@@ -27,13 +27,6 @@ from tutorial_lib.trainer import (
     neuronx_distributed_config,
 )
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
-
-MODELS: dict[str, type[ShardedModel]] = {  # by the `model_type` of a Hugging Face configuration
-    "bert": bert.BertForPreTraining,
-    "gpt2": gpt.GPT2LMHeadModel,
-    "gpt_neox": gpt_neox.GPTNeoXForCausalLM,
-    "llama": llama2.LlamaForCausalLM,
-}
 
 
 @dataclass(frozen=True)
