@@ -49,7 +49,7 @@ class DryRun:
         where = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         share = f"{self.parameters:,} of {self.model_parameters:,} parameters"
         files = [
-            {"file": name, "tensors": len(tensors), "bytes": _distinct_bytes(tensors)}
+            {"file": name, "tensors": len(tensors), "bytes": memory.tensor_bytes(tensors)}
             for name, tensors in self.files.items()
         ]
         return [
@@ -152,14 +152,11 @@ def _files(model, optimizer, zero: bool) -> dict[str, list[torch.Tensor]]:
     """The tensors in each file that `save_checkpoint` keeps of this rank's state."""
     place = ranks.my_place()
     weights, state = (layout.shard_name(dp, place.tp) for dp in (0, place.dp if zero else 0))
-    kept = {f"model/{weights}": model.state_dict(), f"optim/{state}": optimizer.state_dict()}
+    kept = {
+        f"model/{weights}": model.state_dict(keep_vars=True),
+        f"optim/{state}": optimizer.state_dict(),
+    }
     return {
         name: [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
         for name, content in kept.items()
     }
-
-
-def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of a file's tensors; one with several names counts once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
