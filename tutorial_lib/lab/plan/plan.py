@@ -74,7 +74,7 @@ class Plan:
             "weights": count * run.dtype.itemsize,
             "gradients": count * (wide if run.float32_gradients else run.dtype.itemsize),
             "optimizer": state + 4 * len(held),  # and AdamW's step counters
-            "saved activations": sum(saved_bytes(run, self.backend).values()),
+            "saved activations": saved_bytes(run, self.backend),
         }
 
     @property
