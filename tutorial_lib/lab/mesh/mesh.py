@@ -34,6 +34,7 @@ from tutorial_lib.lab.mesh.output import LiveOutput
 from tutorial_lib.lab.mesh.ranks import Ranks
 from tutorial_lib.lab.mesh.slurm import SlurmRanks, check_slurm
 from tutorial_lib.lab.mesh.watch import Watch
+from tutorial_lib.parallel_layers.utils import ensure_divisibility, ensure_positive
 
 # Seconds a collective waits for its peers. With XLA and on Trainium they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
@@ -96,14 +97,9 @@ class Mesh:
         sizes = {name: vars(self)[name] for name in ("world_size", "threads", "nodes")}
         if self.tp_size is not None:
             sizes["tp_size"] = self.tp_size
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name} {size!r} is not a positive integer")
+        ensure_positive(**sizes)
         for name in ("tp_size", "nodes"):
-            if self.world_size % sizes.get(name, 1):
-                raise ValueError(
-                    f"world_size {self.world_size} is not divisible by {name} {sizes[name]}"
-                )
+            ensure_divisibility(self.world_size, sizes.get(name, 1), f"world_size over {name}")
         if not isinstance(self.timeout, Real) or not 0 < self.timeout <= LONGEST:
             raise ValueError(f"timeout {self.timeout!r} is not between 0 and {LONGEST:.0e} seconds")
         if self.launcher == "slurm":
