@@ -43,7 +43,6 @@ STALE = {
         ({"world_size": 2.0}, ["world_size is 2.0"]),
         ({"world_size": True}, ["world_size is True"]),
         ({"world_size": 2, "tp_size": 0}, ["tp_size is 0"]),
-        ({"world_size": 2, "threads": 0}, ["threads is 0"]),
         ({"world_size": 2, "timeout": 0}, ["timeout 0"]),
         ({"world_size": 2, "timeout": float("inf")}, ["timeout inf"]),
         ({"world_size": 2, "timeout": "20"}, ["timeout '20'"]),

@@ -30,7 +30,7 @@ BATCH_TEMPLATE = """#!/bin/sh
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks={ranks}
 #SBATCH --ntasks-per-node={per_node}
-#SBATCH --cpus-per-task={threads}
+#SBATCH --cpus-per-task=1
 #SBATCH --output={log}
 #SBATCH --export=ALL
 #SBATCH --no-requeue
@@ -63,22 +63,19 @@ class SlurmRanks(Ranks):
         count: how many.
         environment: what they start with.
         nodes: how many.
-        threads: cores for each rank.
         options: further ones of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
 
     Raises:
         MeshError: SLURM does not answer, or the ranks did not come up.
     """
 
-    def __init__(
-        self, count: int, environment: dict[str, str], nodes: int, threads: int, options: str
-    ):
+    def __init__(self, count: int, environment: dict[str, str], nodes: int, options: str):
         if not (names := _run("sinfo", "--noheader", "--Node", "--format=%N").split()):
             raise MeshError("sinfo lists no nodes")
         described = _run("scontrol", "--oneliner", "show", "node", names[0])
         # Of this machine, on the network that it shares with the nodes.
         self.address = address_towards(re.search(r"NodeAddr=(\S+)", described)[1])
-        self._nodes, self._threads, self._options = nodes, threads, shlex.split(options)
+        self._nodes, self._options = nodes, shlex.split(options)
         self._looked_at, self._said = 0.0, None
         self.state, self.reason = "PENDING", "None"
         super().__init__(count, environment)
@@ -96,7 +93,7 @@ class SlurmRanks(Ranks):
         command = shlex.join(nursery.python("worker"))
         script = BATCH_TEMPLATE.format(
             name=name, nodes=self._nodes, ranks=count, per_node=count // self._nodes,
-            threads=self._threads, log=self._job_log, command=command,
+            log=self._job_log, command=command,
             options="".join(f"#SBATCH {option}\n" for option in self._options),
         )  # fmt: skip
         printed = _run("sbatch", "--parsable", input=script, env=environment)
