@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, BertForPreTraining, LlamaConfig, 
 
 from tutorial_lib.checkpoint import save_checkpoint
 from tutorial_lib.lab.plan import Plan
-from tutorial_lib.lab.plan.dry_run import dry_run, main
+from tutorial_lib.lab.plan.__main__ import parse
+from tutorial_lib.lab.plan.dry_run import dry_run
 from tutorial_lib.lab.plan.runs import TUTORIALS, Run
 from tutorial_lib.parallel_layers import comm
 from tutorial_lib.training import memory
@@ -139,5 +140,8 @@ def test_what_does_not_fit_is_said_with_the_report():
 
 
 def test_command_line(capsys):
-    main(["bert-large", "--rank", "3"])
-    assert "Rank 3 of world 32 × tp 8 × dp 4" in capsys.readouterr().out
+    text = parse(["bert-large", "--dp", "2", "--dry-run", "3"]).report
+    assert "Rank 3 of world 16 × tp 8 × dp 2" in text and "Its files in a checkpoint" in text
+    with pytest.raises(SystemExit):
+        parse(["bert-large", "--dry-run", "32"])
+    assert "rank 32 is not in [0, 32)" in capsys.readouterr().err

@@ -123,7 +123,7 @@ CASES += [(run, backend) for run in VARIANTS.values() for backend in ("cuda", "x
 def test_equals_the_dry_run(run, backend):
     """On the CPU `test_dry_run` compares both with real steps, and with the published runs."""
     dry, plan = dry_run(run, backend=backend), Plan(run, ANY, backend)
-    assert sum(p.numel for p in parameters(run)) == dry.parameters
+    assert sum(p.numel() for p in parameters(run)) == dry.parameters
     assert plan.nbytes == dry.nbytes
     assert plan.operations == dry.operations or backend == "cuda"
     assert Counter(plan.collectives) == Counter(dry.collectives)
@@ -143,7 +143,7 @@ def test_three_bounds_by_hand():
 
     # ZeRO-1's two halves: each of 8 tensor-parallel parts crosses between the 2 nodes once each
     # way; half of it leaves.
-    weights = 2 * sum(p.numel for p in parameters(run))
+    weights = 2 * sum(p.numel() for p in parameters(run))
     assert plan.times["network"] == pytest.approx(8 * 2 * weights / 2 / 100e9, rel=1e-3)
 
     # Each micro-batch reads the weights three times.

@@ -76,26 +76,21 @@ def is_started() -> bool:
     return _boundary is not None
 
 
-def graph_count() -> int:
-    """How many different graphs this rank has run since `start()`. A training loop needs few: each
-    micro-batch after the first runs the same one, and each step after the first another.
-    """
-    return len(_started().client.graphs)
-
-
 def compilations() -> int:
-    """How many of them this process has compiled. A graph that several ranks run is compiled by one
-    of them.
+    """How many graphs this process has compiled since `start()`. A graph that several ranks run is
+    compiled by one of them.
     """
     return _started().client.compiler.compilations
 
 
-def hlo_texts(first: int = 0) -> list[str]:
-    """The graphs that have run, from number `first` on, in the order of their first use, as
-    torch-xla traced them, before XLA's own passes: what a compiler for Trainium would get.
+def hlo_texts() -> list[str]:
+    """The different graphs that this rank has run since `start()`, in the order of their first use,
+    as torch-xla traced them, before XLA's own passes: what a compiler for Trainium would get.
+
+    A training loop needs few: each micro-batch after the first runs the same one, and each step
+    after the first another.
     """
-    graphs = list(_started().client.graphs.values())[first:]
-    return [graph.computation.as_hlo_text() for graph in graphs]
+    return [graph.computation.as_hlo_text() for graph in _started().client.graphs.values()]
 
 
 def _started():

@@ -62,10 +62,8 @@ class StepBoundary:
         ]
 
     @torch.no_grad()
-    def run_pending(self, device: str) -> int:
-        """Runs the pending tensors of the device with the other ranks'; returns how many there
-        were.
-        """
+    def run_pending(self, device: str) -> None:
+        """Runs the pending tensors of the device with the other ranks'."""
         self._fence.wait()
         pending, whole_storages = tensors.find_pending(self._live, self._packed, device)
         # The next collective does not wait for these, not even if they fail.
@@ -81,4 +79,3 @@ class StepBoundary:
             self.client.broken = "its step was interrupted"
             raise
         self._guard.open()
-        return len(pending)

@@ -34,6 +34,7 @@ from tutorial_lib.lab.mesh.output import LiveOutput
 from tutorial_lib.lab.mesh.ranks import Ranks
 from tutorial_lib.lab.mesh.slurm import SlurmRanks, check_slurm
 from tutorial_lib.lab.mesh.watch import Watch
+from tutorial_lib.parallel_layers.utils import ensure_divisibility, ensure_positive
 
 # Seconds a collective waits for its peers. With XLA and on Trainium they may be compiling.
 TIMEOUT, TIMEOUT_XLA_CPU, TIMEOUT_TRAINIUM = 20.0, 120.0, 3600.0
@@ -56,7 +57,6 @@ class Mesh:
         backend: one of `backends.BACKENDS`, or `auto` for the best that works here.
         timeout: seconds that a collective waits for its peers before it raises. By default 20;
             where a compiler runs meanwhile, 120 with XLA on CPUs and 3600 on Trainium.
-        threads: threads each rank computes with.
         launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
         slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00
             --exclusive"`.
@@ -73,7 +73,6 @@ class Mesh:
         backend: str = "cpu",
         *,
         timeout: float | None = None,
-        threads: int = 1,
         launcher: str = "local",
         nodes: int = 1,
         slurm_options: str = "",
@@ -84,7 +83,7 @@ class Mesh:
         elif timeout is None:
             timeout = TIMEOUT_XLA_CPU if backend == "xla" else TIMEOUT
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
-        self.timeout, self.threads = timeout, threads
+        self.timeout = timeout
         self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
         self._check()
         self.pids: list[int] = []  # of the ranks, in their order
@@ -93,17 +92,10 @@ class Mesh:
         self._remedy = "start"
 
     def _check(self) -> None:
-        sizes = {name: vars(self)[name] for name in ("world_size", "threads", "nodes")}
-        if self.tp_size is not None:
-            sizes["tp_size"] = self.tp_size
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name} {size!r} is not a positive integer")
-        for name in ("tp_size", "nodes"):
-            if self.world_size % sizes.get(name, 1):
-                raise ValueError(
-                    f"world_size {self.world_size} is not divisible by {name} {sizes[name]}"
-                )
+        tp_size = 1 if self.tp_size is None else self.tp_size
+        ensure_positive(world_size=self.world_size, tp_size=tp_size, nodes=self.nodes)
+        ensure_divisibility(self.world_size, tp_size, "world_size over tp_size")
+        ensure_divisibility(self.world_size, self.nodes, "world_size over nodes")
         if not isinstance(self.timeout, Real) or not 0 < self.timeout <= LONGEST:
             raise ValueError(f"timeout {self.timeout!r} is not between 0 and {LONGEST:.0e} seconds")
         if self.launcher == "slurm":
@@ -132,13 +124,13 @@ class Mesh:
         atexit.register(self.close)
         # What a launcher left would mislead torch-xla; the other variables are set by `join`.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-        environment |= {"OMP_NUM_THREADS": str(self.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         try:
             if self.launcher == "local":
                 preload = nursery.PRELOAD_XLA if self.backend == "xla" else nursery.PRELOAD
                 self._ranks = Ranks(self.world_size, environment, preload)
             else:
-                options = (self.nodes, self.threads, self.slurm_options)
+                options = self.nodes, self.slurm_options
                 self._ranks = SlurmRanks(self.world_size, environment, *options)
             self.pids = [rank.place["pid"] for rank in self._ranks.members]
             self._join()
@@ -177,7 +169,7 @@ class Mesh:
             before, together = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
             environment = backends.rank_environment(
                 self.backend, rank, self.world_size, master_addr=address, master_port=port,
-                local_rank=before, local_world_size=together, threads=self.threads,
+                local_rank=before, local_world_size=together,
                 root_addr=places[0]["address"],
             )  # fmt: skip
             join = worker.join, environment, self.backend, self.timeout, self.tp_size, key

@@ -26,34 +26,18 @@ NODE_DOWN = 45.0  # seconds after which SLURM has noticed that a node is gone
 ENDING = 20.0  # seconds that SLURM gets to say why a job ends
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING")
 BATCH_TEMPLATE = """#!/bin/sh
-#SBATCH --job-name={{name}}
+#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks={{ranks}}
+#SBATCH --ntasks={ranks}
 #SBATCH --ntasks-per-node={per_node}
-#SBATCH --cpus-per-task={threads}
-#SBATCH --output={{log}}
+#SBATCH --cpus-per-task=1
+#SBATCH --output={log}
 #SBATCH --export=ALL
 #SBATCH --no-requeue
 {options}
 # A rank that dies is reported; the others are not killed with it.
-exec srun --kill-on-bad-exit=0 {{command}}
+exec srun --kill-on-bad-exit=0 {command}
 """
-
-
-def batch_file(nodes: int, ranks_per_node: int, threads: int = 1, options: list[str] = ()) -> str:
-    """The file of a mesh's job; what stands in braces is filled in when it is submitted.
-
-    Args:
-        nodes, ranks_per_node: how many.
-        threads: cores for each rank.
-        options: further ones of `sbatch`, such as `["--partition=trn1"]`.
-    """
-    return BATCH_TEMPLATE.format(
-        nodes=nodes,
-        per_node=ranks_per_node,
-        threads=threads,
-        options="".join(f"#SBATCH {option}\n" for option in options),
-    )
 
 
 def check_slurm() -> None:
@@ -79,22 +63,19 @@ class SlurmRanks(Ranks):
         count: how many.
         environment: what they start with.
         nodes: how many.
-        threads: cores for each rank.
         options: further ones of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
 
     Raises:
         MeshError: SLURM does not answer, or the ranks did not come up.
     """
 
-    def __init__(
-        self, count: int, environment: dict[str, str], nodes: int, threads: int, options: str
-    ):
+    def __init__(self, count: int, environment: dict[str, str], nodes: int, options: str):
         if not (names := _run("sinfo", "--noheader", "--Node", "--format=%N").split()):
             raise MeshError("sinfo lists no nodes")
         described = _run("scontrol", "--oneliner", "show", "node", names[0])
         # Of this machine, on the network that it shares with the nodes.
         self.address = address_towards(re.search(r"NodeAddr=(\S+)", described)[1])
-        self._script = batch_file(nodes, count // nodes, threads, shlex.split(options))
+        self._nodes, self._options = nodes, shlex.split(options)
         self._looked_at, self._said = 0.0, None
         self.state, self.reason = "PENDING", "None"
         super().__init__(count, environment)
@@ -110,7 +91,11 @@ class SlurmRanks(Ranks):
         clean = f"head -c1; {cancel}; rm -f {shlex.quote(str(self._job_log))}"
         self._start(["sh", "-c", clean], environment)
         command = shlex.join(nursery.python("worker"))
-        script = self._script.format(name=name, ranks=count, log=self._job_log, command=command)
+        script = BATCH_TEMPLATE.format(
+            name=name, nodes=self._nodes, ranks=count, per_node=count // self._nodes,
+            log=self._job_log, command=command,
+            options="".join(f"#SBATCH {option}\n" for option in self._options),
+        )  # fmt: skip
         printed = _run("sbatch", "--parsable", input=script, env=environment)
         self.job_id = printed.strip().partition(";")[0]
 

@@ -1,4 +1,4 @@
-"""`python -m tutorial_lib.lab.plan`: a plan on the terminal."""
+"""`python -m tutorial_lib.lab.plan`: a plan or a dry run on the terminal."""
 
 import argparse
 from dataclasses import fields
@@ -11,6 +11,7 @@ from tutorial_lib.backends import BACKENDS
 from tutorial_lib.lab.plan.runs import TUTORIALS, Run
 
 from . import INSTANCES, Plan, report, scaled
+from .dry_run import dry_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIONS = {  # the fields of a run that it can be asked to change
@@ -37,6 +38,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--instance", default="trn1.32xlarge", choices=INSTANCES)
     parser.add_argument("--backend", default="xla", choices=BACKENDS)
     parser.add_argument("--nodes", type=int, help="sets --dp to as many replicas as they hold")
+    parser.add_argument(
+        "--dry-run", type=int, metavar="RANK", help="a step of this rank, in place of the plan"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
     for field in fields(Run):
         if field.name in OPTIONS:
@@ -47,7 +51,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     try:
         chosen.plan = _plan(chosen)
-        chosen.report = report(chosen.plan)
+        if chosen.dry_run is None:
+            chosen.report = report(chosen.plan)
+        else:
+            chosen.report = str(dry_run(chosen.plan.run, chosen.dry_run, chosen.backend))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return chosen

@@ -20,8 +20,8 @@ from .runs import Run
 ID = 8  # bytes of a token's number
 
 
-def saved_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
-    """By where: `layers`, and `ends` (embedding, last norm, head and loss).
+def saved_bytes(run: Run, backend: str = "xla") -> float:
+    """Of the layers and the ends: embedding, last norm, head and loss.
 
     Args:
         backend: `cpu` and `cuda` have a fused attention kernel; and on the host ids are checked at
@@ -32,7 +32,7 @@ def saved_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
     """
     layers = run.config.num_hidden_layers * sum(layer_bytes(run, backend).values())
     ends = _bert_ends(run, backend) if run.family == "bert" else _causal_ends(run, backend)
-    return {"layers": layers, "ends": ends}
+    return layers + ends
 
 
 def layer_bytes(run: Run, backend: str = "xla") -> dict[str, float]:

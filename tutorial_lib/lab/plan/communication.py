@@ -86,10 +86,11 @@ def _step(run: Run) -> Iterator[Collective]:
 
     held = parameters(run)
     gradient = wide if run.float32_gradients else run.dtype
-    for flat in _buckets([p.numel for p in held if p.is_share], gradient):
+    shares = [p.numel() for p in held if getattr(p, "sequence_parallel_enabled", False)]
+    for flat in _buckets(shares, gradient):
         yield Collective("all_reduce", run.tp, (sum(flat),), gradient, "tp")
     yield Collective("all_reduce", run.tp, (), wide, "tp")  # the norm
-    sizes = [p.numel for p in held]
+    sizes = [p.numel() for p in held]
     if not run.zero:
         for flat in _buckets(sizes[::-1], gradient):
             yield Collective("all_reduce", dp, (sum(flat),), gradient, "dp")

@@ -4,10 +4,9 @@ The real model, loss and optimizer run on the meta device: every tensor has a sh
 and `comm` records each collective and answers with the right shape. So a run over 128 cores can be
 looked at on a laptop, to the byte.
 
-    python -m tutorial_lib.lab.plan.dry_run llama2-7b --rank 5
+    python -m tutorial_lib.lab.plan llama2-7b --dry-run 5
 """
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,17 +14,15 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.checkpoint import layout
-from tutorial_lib.lab.plan.runs import TUTORIALS, Run
+from tutorial_lib.lab.plan.runs import Run, dry_world
 from tutorial_lib.lab.show.tables import Table, table
-from tutorial_lib.parallel_layers import comm, parallel_state, ranks
+from tutorial_lib.parallel_layers import comm, ranks
 from tutorial_lib.parallel_layers.buckets import meta_stands_for_host
 from tutorial_lib.training import memory
 from tutorial_lib.training.loop import accumulate_gradients
@@ -52,7 +49,7 @@ class DryRun:
         where = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         share = f"{self.parameters:,} of {self.model_parameters:,} parameters"
         files = [
-            {"file": name, "tensors": len(tensors), "bytes": _distinct_bytes(tensors)}
+            {"file": name, "tensors": len(tensors), "bytes": memory.tensor_bytes(tensors)}
             for name, tensors in self.files.items()
         ]
         return [
@@ -63,31 +60,6 @@ class DryRun:
 
     def __str__(self) -> str:
         return "\n\n".join(map(repr, self.tables()))
-
-
-@contextmanager
-def dry_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the block this process is one rank of a world whose other ranks do not exist.
-
-    On the meta device collectives work as ever. What the ranks' hosts exchange comes back as if
-    every rank were this one.
-
-    Raises:
-        ValueError: no such rank.
-        RuntimeError: the process is in a world already.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in [0, {world_size})")
-    if dist.is_initialized():
-        raise RuntimeError(
-            "a dry run needs a process that is no rank of anything: torch.distributed is up here"
-        )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 _attend = F.scaled_dot_product_attention
@@ -180,32 +152,11 @@ def _files(model, optimizer, zero: bool) -> dict[str, list[torch.Tensor]]:
     """The tensors in each file that `save_checkpoint` keeps of this rank's state."""
     place = ranks.my_place()
     weights, state = (layout.shard_name(dp, place.tp) for dp in (0, place.dp if zero else 0))
-    kept = {f"model/{weights}": model.state_dict(), f"optim/{state}": optimizer.state_dict()}
+    kept = {
+        f"model/{weights}": model.state_dict(keep_vars=True),
+        f"optim/{state}": optimizer.state_dict(),
+    }
     return {
         name: [leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor)]
         for name, content in kept.items()
     }
-
-
-def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of a file's tensors; one with several names counts once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tutorial_lib.lab.plan.dry_run", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("run", choices=TUTORIALS, help="a run as it was published")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--backend", choices=BACKENDS, default="xla")
-    chosen = parser.parse_args(arguments)
-    try:
-        print(dry_run(TUTORIALS[chosen.run], chosen.rank, chosen.backend))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

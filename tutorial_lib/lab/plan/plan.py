@@ -65,16 +65,16 @@ class Plan:
         """
         run, held = self.run, parameters(self.run)
         wide = torch.promote_types(run.dtype, torch.float32).itemsize
-        count = sum(p.numel for p in held)
+        count = sum(p.numel() for p in held)
         if run.zero:  # a master and two moments of this rank's shard
-            state = sum(3 * wide * shard_length(p.numel, run.dp) for p in held)
+            state = sum(3 * wide * shard_length(p.numel(), run.dp) for p in held)
         else:
             state = 2 * wide * count
         return {
             "weights": count * run.dtype.itemsize,
             "gradients": count * (wide if run.float32_gradients else run.dtype.itemsize),
             "optimizer": state + 4 * len(held),  # and AdamW's step counters
-            "saved activations": sum(saved_bytes(run, self.backend).values()),
+            "saved activations": saved_bytes(run, self.backend),
         }
 
     @property

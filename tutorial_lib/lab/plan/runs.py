@@ -4,17 +4,21 @@ The same description is trained on a mesh (`build`), gone through without memory
 estimated (`planner`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 from transformers import PretrainedConfig
 
+from tutorial_lib.checkpoint.architectures import MODELS
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
-from tutorial_lib.models.base import ShardedModel
 from tutorial_lib.models.configs import check_config, feed_forward_size
 from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups_by_weight_decay
+from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed
 from tutorial_lib.parallel_layers.utils import ensure_divisibility, ensure_positive
 from tutorial_lib.trainer import (
@@ -23,13 +27,6 @@ from tutorial_lib.trainer import (
     neuronx_distributed_config,
 )
 from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpointing
-
-MODELS: dict[str, type[ShardedModel]] = {  # by the `model_type` of a Hugging Face configuration
-    "bert": bert.BertForPreTraining,
-    "gpt2": gpt.GPT2LMHeadModel,
-    "gpt_neox": gpt_neox.GPTNeoXForCausalLM,
-    "llama": llama2.LlamaForCausalLM,
-}
 
 
 @dataclass(frozen=True)
@@ -128,6 +125,13 @@ class Run:
         """The same run with other choices."""
         return replace(self, **changes)
 
+    def model(self) -> nn.Module:
+        """This rank's model on torch's default device; the mesh is up."""
+        options = dict(self.options)
+        if self.sequence_parallel and self.tp > 1:
+            options["sequence_parallel_enabled"] = True
+        return MODELS[self.family](self.config, **options)
+
     def build(self) -> tuple[nn.Module, NxDOptimizer]:
         """Model and optimizer of this rank on torch's default device; sets up the mesh too, unless
         it is up.
@@ -139,10 +143,7 @@ class Run:
             mixed_precision_config={"use_fp32_grad_acc": self.float32_gradients},
         )
         model_parallel_xla_manual_seed(0)
-        options = dict(self.options)
-        if self.sequence_parallel and self.tp > 1:
-            options["sequence_parallel_enabled"] = True
-        model = MODELS[self.family](self.config, **options).to(self.dtype)
+        model = self.model().to(self.dtype)
         classes = model.checkpointed[self.checkpointing]
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
         groups = get_param_groups_by_weight_decay(model, weight_decay=0.01)
@@ -162,6 +163,31 @@ class Run:
         segments, following = torch.zeros_like(ids), torch.zeros_like(ids[:, 0])
         names = {"token_type_ids": segments, "attention_mask": seen, "labels": ids.clone()}
         return {"input_ids": ids, **names, "next_sentence_label": following}
+
+
+@contextmanager
+def dry_world(rank: int, world_size: int) -> Iterator[None]:
+    """Inside the block this process is one rank of a world whose other ranks do not exist.
+
+    On the meta device collectives work as ever. What the ranks' hosts exchange comes back as if
+    every rank were this one.
+
+    Raises:
+        ValueError: no such rank.
+        RuntimeError: the process is in a world already.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in [0, {world_size})")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a dry run needs a process that is no rank of anything: torch.distributed is up here"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _tutorials() -> dict[str, Run]:

@@ -48,9 +48,11 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _axes(height: float, columns: int = 1, title: str = "", **kwargs) -> tuple[Figure, list[Axes]]:
+def _axes(
+    height: float, rows: int = 1, columns: int = 1, title: str = "", **kwargs
+) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **kwargs)[0]
+    axes = figure.subplots(rows, columns, squeeze=False, **kwargs).flatten()
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
         each.tick_params(labelsize=8)
@@ -164,7 +166,7 @@ def bars(
         measured, expected: for each name the ranks' values, in rank order.
         ticks: what the bars stand for, where that is not the ranks.
     """
-    figure, panels = _axes(2.3, len(measured), sharey=True)
+    figure, panels = _axes(2.3, columns=len(measured), sharey=True)
     figure.suptitle(title, fontsize=10)
     largest = max(map(max, [*measured.values(), *expected.values()]))
     for axes, (name, values) in zip(panels, measured.items()):

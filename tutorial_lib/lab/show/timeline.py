@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tutorial_lib.lab.stopwatch import (
@@ -14,7 +13,7 @@ from tutorial_lib.lab.stopwatch import (
     shares,
 )
 
-from .pictures import COLOURS, FAINT, INK, WIDTH, Picture, _axes, _box
+from .pictures import COLOURS, FAINT, INK, Picture, _axes, _box
 
 _FILLS = {COMPUTING: COLOURS[0], WAITING: FAINT, COMMUNICATING: COLOURS[1]}
 
@@ -29,9 +28,8 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
             `mesh.gather` gives it.
     """
     ranks = max(map(len, runs.values()))
-    figure = Figure(figsize=(WIDTH, len(runs) * (0.5 + 0.24 * ranks) + 0.6), layout="constrained")
+    figure, panels = _axes(len(runs) * (0.5 + 0.24 * ranks) + 0.6, rows=len(runs), sharex=True)
     figure.suptitle(title, fontsize=10)
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     described = []
     for axes, (name, recorded) in zip(panels, runs.items()):
         start = min(times.began for times in recorded)
@@ -46,8 +44,6 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
         axes.set_yticks(range(len(recorded)), [f"rank {rank}" for rank in range(len(recorded))])
         axes.set_ylim(len(recorded) - 0.4, -0.7)
         axes.set_title(name, fontsize=9, loc="left", color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
         described.append(f"{name}: {_described(recorded)}")
     panels[-1].set_xlabel("milliseconds", fontsize=9)
     handles = [Patch(color=fill, label=activity) for activity, fill in _FILLS.items()]
