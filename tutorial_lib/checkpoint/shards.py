@@ -6,14 +6,14 @@ digest before its first use.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ..parallel_layers.flat_shards import shard_length, take_shard
+from ..parallel_layers.flat_shards import as_rows
 from ..storage import check_file, xser
 from .layout import METADATA, Layout, read_metadata, shard_name
 from .tags import Complete
@@ -272,29 +272,20 @@ class Shards:
 
     def state_at(
         self, targets: dict[str, Layout], tp: int, places: int, zero1: bool
-    ) -> Iterator[tuple[int, str, object, Callable | None]]:
-        """The state of one tensor-parallel rank of another mesh: `(number, field, blank, make)`,
-        where `make()[place]` is what a place among `places` holds instead of the blank. For a step
-        count and the like `make` is None, and it is itself in place of the blank.
+    ) -> Iterator[tuple[int, str, Sequence]]:
+        """The state of one tensor-parallel rank of another mesh: `(number, field, values)`, where
+        `values[place]` is what a place among `places` holds; tensors may be views of a larger one.
 
         ZeRO-1 has equal shards of the flattened parameter, in the vendor's library along dim 0.
         Concatenated both are the parameter, row by row, and some padding.
         """
         for number, field, value in self.state():
             if not isinstance(value, list):
-                yield number, field, value, None
+                yield number, field, [value] * places
                 continue
             name = self.parameters[number]
-            target, shape = targets[name], self.layouts[name].local_shape()
-
-            def make(value=value, name=name, target=target, shape=shape) -> list[torch.Tensor]:
-                flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
-                whole = [shard[: shape.numel()].view(shape) for shard in flat]
-                mine = self.to(name, whole, target, tp)
-                if not zero1:
-                    return [mine]
-                return [take_shard(mine, place, places, mine.dtype) for place in range(places)]
-
-            local = target.local_shape()
-            size = (shard_length(local.numel(), places),) if zero1 else local
-            yield number, field, xser.blank(size, value[0][0].dtype), make
+            shape = self.layouts[name].local_shape()
+            flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
+            whole = [shard[: shape.numel()].view(shape) for shard in flat]
+            mine = self.to(name, whole, targets[name], tp)
+            yield number, field, as_rows(mine, places) if zero1 else [mine]
