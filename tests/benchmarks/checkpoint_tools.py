@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -59,10 +60,9 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
     """Writes a Llama-shaped checkpoint of about that size at degree `TP`; bytes in all and in the
     largest tensor.
     """
-    from tutorial_lib.checkpoint.layout import Layout, shard_name, to_json, write_metadata
+    from tutorial_lib.checkpoint.layout import Layout, shard_name, to_json
     from tutorial_lib.checkpoint.tools import mesh_of, write_checkpoint
     from tutorial_lib.parallel_layers.sharding import Partition
-    from tutorial_lib.storage.xser import save
 
     def cut(shape: tuple[int, int], dim: int, matrices: int = 1) -> Layout:
         sizes = (shape[dim] // matrices,) * matrices
@@ -81,20 +81,18 @@ def make(folder: Path, gigabytes: float) -> tuple[int, int]:
         layouts |= {f"layers.{count}.{name}": layout for name, layout in layer.items()}
         count += 1
 
-    mesh = mesh_of(TP, 1)
-
     def tensor(layout: Layout) -> torch.Tensor:
         make = torch.rand if layout.partition else torch.ones
         return make(layout.local_shape())
 
-    def write(aside: Path) -> None:
-        nothing = {"architecture": "benchmark", "config": None, "tied": [], "optimizer": None}
-        write_metadata(aside, {"mesh": mesh, "model": to_json(layouts), **nothing})
+    def files(_: Path) -> Iterator[tuple]:
         for rank in range(TP):
             weights = {name: tensor(layout) for name, layout in layouts.items()}
-            save(weights, aside / "model" / shard_name(0, rank))
+            yield f"model/{shard_name(0, rank)}", weights
 
-    write_checkpoint(folder / "step_1", 1, mesh, write)
+    metadata = {"architecture": "benchmark", "config": None, "tied": [], "optimizer": None}
+    metadata |= {"mesh": mesh_of(TP, 1), "model": to_json(layouts)}
+    write_checkpoint(folder / "step_1", 1, metadata, files)
     sizes = [4 * torch.Size(x.shape).numel() for x in layouts.values()]
     return sum(sizes), max(sizes)
 

@@ -2,12 +2,13 @@
 masters with it.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..parallel_layers.utils import ensure_positive
-from ..storage.xser import is_xser, save, spilled
+from ..storage.xser import is_xser, spilled
 from .architectures import layout_at
-from .layout import Layout, shard_name, to_json, write_metadata
+from .layout import Layout, shard_name, to_json
 from .shards import MASTERS, Shards
 from .tools import check_output, mesh_of, open_checkpoint, progress, write_checkpoint
 from .verify import check_small
@@ -50,40 +51,40 @@ def reshard(
     mesh = mesh_of(tp, dp)
     small = ["scheduler.pt", "user_content.pt"] + ["random_state.pt"] * (mesh == before)
 
-    def write(aside: Path) -> None:
-        write_metadata(aside, {**metadata, "mesh": mesh, "model": to_json(targets)})
+    def files(aside: Path) -> Iterator[tuple]:
         for rank in range(tp):
-            weights = _weights(shards, targets, rank, aside)
-            save(weights, aside / "model" / shard_name(0, rank), xser)
+            weights = _weights(shards, targets, rank, aside / "room")
+            yield f"model/{shard_name(0, rank)}", weights, xser
             if metadata["optimizer"] is not None:
-                states = _states(shards, targets, rank, dp if shards.zero1 else 1, aside)
+                states = _states(shards, targets, rank, dp if shards.zero1 else 1, aside / "room")
                 for place, state in enumerate(states):
-                    save(state, aside / "optim" / shard_name(place, rank), xser)
+                    yield f"optim/{shard_name(place, rank)}", state, xser
         for name in filter(shards.has, small):
             check_small(shards, name)
-            save(shards.object(name), aside / name)
+            yield name, shards.object(name)
 
-    write_checkpoint(output, shards.checkpoint.step, mesh, write)
+    metadata = {**metadata, "mesh": mesh, "model": to_json(targets)}
+    write_checkpoint(output, shards.checkpoint.step, metadata, files)
 
 
-def _weights(shards: Shards, targets: dict[str, Layout], rank: int, folder: Path) -> dict:
-    """The weights of one tensor-parallel rank, mapped from files below `folder`."""
+def _weights(shards: Shards, targets: dict[str, Layout], rank: int, room: Path) -> dict:
+    """The weights of one tensor-parallel rank, each written to `room` and mapped from there."""
     first = {name: group[0] for group in shards.metadata["tied"] for name in group}
     once = {
-        name: spilled(shards.to(name, shards.weights(name), targets[name], rank), folder)
+        name: spilled(shards.to(name, shards.weights(name), targets[name], rank), room)
         for name in progress([n for n in targets if first.get(n, n) == n], f"model {rank}")
     }
     return {name: once[first.get(name, name)] for name in targets}
 
 
 def _states(
-    shards: Shards, targets: dict[str, Layout], tp: int, places: int, folder: Path
+    shards: Shards, targets: dict[str, Layout], tp: int, places: int, room: Path
 ) -> list[dict]:
     """The optimizer's state of one tensor-parallel rank, ZeRO-1's for each place, likewise."""
     states, masters = [{} for _ in range(places)], [{} for _ in range(places)]
     found = shards.state_at(targets, tp, places, shards.zero1)
     for number, field, values in progress(found, f"optimizer {tp}"):
-        for place, value in enumerate(spilled(list(values), folder)):
+        for place, value in enumerate(spilled(list(values), room)):
             if field == MASTERS:
                 masters[place][number] = value
             else:

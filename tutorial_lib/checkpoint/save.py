@@ -13,7 +13,7 @@ same; with xser also `<shard>.info.pt` and `<shard>.tensors/tensor_N.pt`.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -111,9 +111,7 @@ def save_checkpoint(
 
     def write() -> dict[str, Digest]:
         written = layout.write_metadata(aside, metadata) if rank == 0 else {}
-        for name, value, *how in files:
-            written |= xser.save(value, aside / name, *how)
-        return {str(path.relative_to(aside)): digest for path, digest in written.items()}
+        return written | write_files(aside, files)
 
     def finish(written: dict[str, Digest]) -> None:
         publish(aside, step, written, mesh)
@@ -136,6 +134,14 @@ def save_checkpoint(
         background.start(work)
     else:
         work(lambda function: ranks.gather(ranks.together(function)))
+
+
+def write_files(folder: Path, files: Iterable[tuple]) -> dict[str, Digest]:
+    """Writes files, each given as a name and the arguments of `xser.save`; digests by name."""
+    written = {}
+    for name, value, *how in files:
+        written |= xser.save(value, folder / name, *how)
+    return {str(path.relative_to(folder)): digest for path, digest in written.items()}
 
 
 def check_stateful(**given) -> None:

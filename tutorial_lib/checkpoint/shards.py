@@ -15,11 +15,26 @@ import torch
 
 from ..parallel_layers.flat_shards import as_rows
 from ..storage import check_file, xser
-from .layout import METADATA, Layout, read_metadata, shard_name
+from .layout import METADATA, SHARD, Layout, read_metadata
 from .tags import Complete
 
 MASTERS = "sharded_master_weights"
-SHARD = re.compile(r"dp_rank_(\d{1,6})_tp_rank_(\d{1,6})_pp_rank_(\d{1,6})\.pt")
+TAGGED = {part: f"{part}/{SHARD}" for part in ("model", "optim")}
+# What `parallel_layers.save` writes, here and in the vendor's library: folders, or files with xser.
+LOW_LEVEL = {"model": "tp_rank_{tp:02d}_pp_rank_{pp:02d}"}
+# What `NeuronZero1Optimizer.save_sharded_state_dict` writes, here and there.
+ZERO1 = {"optim": "optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"}
+
+
+def places(folder: Path, name: str) -> list[tuple[int, int, int]]:
+    """`(dp, tp, pp)` of what has such a name in a folder. As numbers: rank 10 comes after 9."""
+    number = re.compile(r"{(\w+):02d}")
+    pattern, found = number.sub(r"(?P<\1>\\d{1,6})", name.replace(".", r"\.")), []
+    for path in folder.glob(number.sub("*", name)):
+        if match := re.fullmatch(pattern, path.relative_to(folder).as_posix()):
+            ranks = {"dp": 0, "tp": 0, "pp": 0} | match.groupdict()
+            found.append(tuple(map(int, ranks.values())))
+    return sorted(found)
 
 
 class Shards:
@@ -28,6 +43,7 @@ class Shards:
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
         blanks: of xser only shapes and dtypes are needed.
+        names: where the shards of each part are.
 
     Attributes:
         path: its folder.
@@ -42,8 +58,9 @@ class Shards:
             name.
     """
 
-    def __init__(self, checkpoint: Complete, blanks: bool = False):
+    def __init__(self, checkpoint: Complete, blanks: bool = False, names: dict[str, str] = TAGGED):
         self.checkpoint, self.path, self._blanks = checkpoint, checkpoint.path, blanks
+        self._names = names
         self._open: dict[Path, dict] = {}
         if self.has(METADATA):
             self._check(METADATA)
@@ -63,17 +80,16 @@ class Shards:
     # --- files ------------------------------------------------------------------------------------
 
     def _found(self, part: str) -> list[tuple[int, int, int]]:
-        """`(dp, tp, pp)` of each shard that is there. As numbers: rank 10 comes after 9."""
-        matches = [SHARD.fullmatch(file.name) for file in (self.path / part).glob("*.pt")]
-        return sorted(tuple(int(n) for n in match.groups()) for match in matches if match)
+        """`(dp, tp, pp)` of each shard that is there."""
+        return places(self.path, self._names[part]) if part in self._names else []
 
     def file(self, part: str, tp: int, dp: int = 0) -> Path:
-        return self.path / part / shard_name(dp, tp)
+        path = self.path / self._names[part].format(dp=dp, tp=tp, pp=0)
+        return path / "checkpoint.pt" if path.is_dir() else path
 
     def found(self) -> list[tuple[str, int, int]]:
         """`(part, tp, dp)` of each shard that is there, those of the model first."""
-        parts = ("model", "optim")
-        return [(part, tp, dp) for part in parts for dp, tp, _ in self._found(part)]
+        return [(part, tp, dp) for part in self._names for dp, tp, _ in self._found(part)]
 
     def missing(self) -> Iterator[Path]:
         """The shards that are not there, although others that belong to them are."""
@@ -106,12 +122,26 @@ class Shards:
         file = self.file(part, tp, dp)
         if file not in self._open:
             self._check(str(file.relative_to(self.path)))
-            if not isinstance(value := xser.load(file, True, self._blanks), dict):
-                raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
-            if part == "model" and not all(isinstance(name, str) for name in value):
-                raise ValueError(f"{file} has keys that are not names of tensors")
+            value = xser.load(file, True, self._blanks)
+            if self._names is LOW_LEVEL and isinstance(value, dict):
+                value = value.get("model")
+            if not isinstance(value, dict):
+                raise ValueError(f"{file} holds a {type(value).__name__}, not a dict of the {part}")
+            self._check_content(file, part, value)
             self._open[file] = value
         return self._open[file]
+
+    def _check_content(self, file: Path, part: str, value: dict) -> None:
+        known = (self.metadata or {}).get("model") or value
+        for name, held in value.items() if part == "model" else ():
+            if not isinstance(name, str):
+                raise ValueError(f"{file} has keys that are not names of tensors")
+            if isinstance(held, torch.Tensor) and name not in known:
+                raise ValueError(f"{file} holds {name}, which the metadata do not know")
+        kinds = ("state", "base_state", MASTERS, "shape_info", "sharding")
+        for key in kinds if part == "optim" else ():
+            if not isinstance(value.get(key, {}), dict):
+                raise ValueError(f"{file}: {key} is not that of an optimizer")
 
     # --- weights ----------------------------------------------------------------------------------
 

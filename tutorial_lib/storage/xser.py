@@ -110,18 +110,16 @@ def save(value, path: str | Path, xser: bool = False, place: int = 0, places: in
     return written
 
 
-def spilled(value, folder: Path):
-    """`value` with tensors that are mapped from a file without a name, on the folder's disk: they
-    take no memory that could not be reclaimed.
+def spilled(value, path: Path):
+    """`value` with tensors that are mapped from a file: they take no memory that could not be
+    reclaimed. The file is `path` until it is mapped, and then has no name.
     """
-    path = folder / "spilled"
     with reported(path):
         with open(path, "wb") as file:
             torch.save(to_host(value), file)
-        try:
-            return load(path, mmap=True)
-        finally:
-            path.unlink()
+        result = load(path, mmap=True)
+        path.unlink()
+    return result
 
 
 # --- reading --------------------------------------------------------------------------------------
