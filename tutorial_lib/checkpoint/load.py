@@ -155,7 +155,7 @@ def _load_model(source: Shards, model, targets: dict, ties: list[list[str]], str
             "give the model, not a dict, to have it resharded"
         )
     else:
-        weights = _resharded(source, targets, ties, place.tp)
+        weights = _resharded(source, targets, place.tp)
     if isinstance(model, dict):
         model.update(to_host(weights, copy=True))
         return
@@ -163,22 +163,17 @@ def _load_model(source: Shards, model, targets: dict, ties: list[list[str]], str
     _fill(model, weights, file, lambda model, state: model.load_state_dict(state, strict=strict))
 
 
-def _resharded(
-    source: Shards, targets: dict[str, layout.Layout], ties: list[list[str]], rank: int
-) -> dict:
+def _resharded(source: Shards, targets: dict[str, layout.Layout], rank: int) -> dict:
     source.use_layouts(targets)
-    saved, tied = source.layouts, {name: group for group in ties for name in group}
-    result = {name: None for name in saved if name not in targets}  # unexpected
-    for name, target in targets.items():
-        origin = next((n for n in (name, *tied.get(name, ())) if n in saved), None)
-        if origin is None:
-            continue
-        if saved[origin].shape != target.shape:
+    result = dict.fromkeys(source.layouts)  # what is not in the model is unexpected
+    for name in filter(result.__contains__, targets):
+        saved, target = source.layouts[name], targets[name]
+        if saved.shape != target.shape:
             raise ValueError(
                 f"{source.path} (tensor-parallel size {source.tp}): {name} has full shape "
-                f"{saved[origin].shape}, {target.shape} here"
+                f"{saved.shape}, {target.shape} here"
             )
-        result[name] = source.to(origin, source.weights(origin), target, rank)
+        result[name] = source.to(name, source.weights(name), target, rank)
     return result
 
 
