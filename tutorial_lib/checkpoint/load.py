@@ -124,13 +124,13 @@ def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
     source.use_layouts(targets)
     held, drifted = source.shard("model", 0), []
     for name in filter(held.__contains__, targets):
-        rank, _ = next(source.differing(name), (None, None))
-        if rank is not None and source.layouts[name].partition is not None:
+        rank, _ = next(source.differing(name), (0, 0))
+        if rank and source.layouts[name].partition:
             raise ValueError(
                 f"{source.file('model', rank)}: {name} is not what the rank before has of it. Key "
                 f"and value heads are on the {source.tp} ranks in another order than here"
             )
-        drifted += [] if rank is None else [name]
+        drifted += [name] if rank else []
     if drifted:
         warnings.warn(
             f"{source.path}: {', '.join(drifted)} are replicated and differ between the ranks that "

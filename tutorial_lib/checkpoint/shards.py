@@ -5,7 +5,6 @@ stay in their files, memory-mapped by torch, until they are used; every file is 
 digest before its first use.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,26 +14,11 @@ import torch
 
 from ..parallel_layers.flat_shards import as_rows
 from ..storage import check_file, xser
-from .layout import METADATA, SHARD, Layout, read_metadata
+from .layout import METADATA, Layout, read_metadata
+from .shard_files import LOW_LEVEL, TAGGED, ranks_of
 from .tags import Complete
 
 MASTERS = "sharded_master_weights"
-TAGGED = {part: f"{part}/{SHARD}" for part in ("model", "optim")}
-# What `parallel_layers.save` writes, here and in the vendor's library: folders, or files with xser.
-LOW_LEVEL = {"model": "tp_rank_{tp:02d}_pp_rank_{pp:02d}"}
-# What `NeuronZero1Optimizer.save_sharded_state_dict` writes, here and there.
-ZERO1 = {"optim": "optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}"}
-
-
-def places(folder: Path, name: str) -> list[tuple[int, int, int]]:
-    """`(dp, tp, pp)` of what has such a name in a folder. As numbers: rank 10 comes after 9."""
-    number = re.compile(r"{(\w+):02d}")
-    pattern, found = number.sub(r"(?P<\1>\\d{1,6})", name.replace(".", r"\.")), []
-    for path in folder.glob(number.sub("*", name)):
-        if match := re.fullmatch(pattern, path.relative_to(folder).as_posix()):
-            ranks = {"dp": 0, "tp": 0, "pp": 0} | match.groupdict()
-            found.append(tuple(map(int, ranks.values())))
-    return sorted(found)
 
 
 class Shards:
@@ -81,7 +65,7 @@ class Shards:
 
     def _found(self, part: str) -> list[tuple[int, int, int]]:
         """`(dp, tp, pp)` of each shard that is there."""
-        return places(self.path, self._names[part]) if part in self._names else []
+        return ranks_of(self.path, self._names[part]) if part in self._names else []
 
     def file(self, part: str, tp: int, dp: int = 0) -> Path:
         path = self.path / self._names[part].format(dp=dp, tp=tp, pp=0)
@@ -211,19 +195,10 @@ class Shards:
             shards: of the weight of that name, or of its optimizer state.
         """
         source = self.layouts[name].partition
-        if source is None or target.partition is None:
-            return source.merge(shards) if source else shards[0]
-        if source == target.partition:
+        if source is not None and source == target.partition:
             return shards[rank]
-        result, dim = shards[0].new_zeros(target.local_shape()), source.dim
-        for start, to, length in target.partition.pieces(rank):
-            for number, shard in enumerate(shards):
-                for first, at, size in source.pieces(number):
-                    low, high = max(start, first), min(start + length, first + size)
-                    if low < high:
-                        found = shard.narrow(dim, at + low - first, high - low)
-                        result.narrow(dim, to + low - start, high - low).copy_(found)
-        return result
+        full = source.merge(shards) if source else shards[0]
+        return target.partition.shard(full, rank) if target.partition else full
 
     # --- the optimizer ----------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from . import tags
 from .architectures import describe_model, model_of, read_config
 from .layout import write_metadata
 from .save import write_files
-from .shards import LOW_LEVEL, Shards, places
+from .shard_files import LOW_LEVEL, ranks_of
+from .shards import Shards
 from .verify import publish
 
 
@@ -29,7 +30,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
         ValueError: it is not known how the tensors are sharded; there is no model.
     """
     path = Path(path)
-    if places(path, *LOW_LEVEL.values()):
+    if ranks_of(path, *LOW_LEVEL.values()):
         shards = Shards(tags.Complete(path.name, path), names=LOW_LEVEL)
     else:
         shards = Shards(tags.locate(path))

@@ -13,7 +13,8 @@ from ..parallel_layers import ranks
 from ..storage import xser
 from .layout import layout_of
 from .optimizer_state import load_optimizer, read_optimizer
-from .shards import ZERO1, Shards, places
+from .shard_files import ZERO1, ranks_of
+from .shards import Shards
 from .tags import Complete
 
 
@@ -29,7 +30,7 @@ def save(optimizer, folder: str | Path, num_workers: int) -> None:
     def prepare() -> None:
         """Makes the folder, without what a larger mesh may have left there."""
         folder.mkdir(parents=True, exist_ok=True)
-        for dp, rank, _ in places(folder, ZERO1["optim"]):
+        for dp, rank, _ in ranks_of(folder, ZERO1["optim"]):
             if dp >= place.replicas or rank >= tp:
                 (folder / ZERO1["optim"].format(dp=dp, tp=rank)).unlink()
 
