@@ -195,10 +195,19 @@ class Shards:
             shards: of the weight of that name, or of its optimizer state.
         """
         source = self.layouts[name].partition
-        if source is not None and source == target.partition:
+        if source is None or target.partition is None:
+            return source.merge(shards) if source else shards[0]
+        if source == target.partition:
             return shards[rank]
-        full = source.merge(shards) if source else shards[0]
-        return target.partition.shard(full, rank) if target.partition else full
+        result, dim = shards[0].new_zeros(target.local_shape()), source.dim
+        for start, to, length in target.partition.pieces(rank):
+            for number, shard in enumerate(shards):
+                for first, at, size in source.pieces(number):
+                    low, high = max(start, first), min(start + length, first + size)
+                    if low < high:
+                        found = shard.narrow(dim, at + low - first, high - low)
+                        result.narrow(dim, to + low - start, high - low).copy_(found)
+        return result
 
     # --- the optimizer ----------------------------------------------------------------------------
 
