@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -25,6 +26,26 @@ def vendor(folder, *found: str) -> None:
         (folder / tag / "model").mkdir(parents=True)
         for name in ("checkpoint", "done"):
             (folder / tag / name).write_text("1")
+
+
+def test_a_replacement_may_be_cut_off_at_any_line(tmp_path):
+    def trace(frame, event, _):
+        ours = frame.f_code.co_filename == tags.__file__
+        lines.pop() if ours and event == "line" else None
+        return trace if ours else None
+
+    for number in range(1, 1000):
+        folder, lines = tmp_path / str(number), [None] * number
+        save(folder, 1)
+        sys.settrace(trace)
+        kind, _ = attempt(save, folder, 2, 1, "step_1")
+        sys.settrace(None)
+        assert kind in (None, IndexError) and names(folder) == ["step_1"]
+        save(folder, 3, 1, "step_1")
+        assert os.listdir(folder) == ["step_1"] and tags.latest(folder).step == 3
+        if kind is None:
+            break
+    assert number > 100
 
 
 @pytest.mark.parametrize("kept", [None, 1, 2, 3])

@@ -145,7 +145,7 @@ def test_a_marker_that_cannot_be_written_leaves_nothing(ranks, tmp_path, capsys,
 
     monkeypatch.setattr(tags, "write_text", fail)
     assert run_tool("reshard", tmp_path) == 1
-    assert "out/x/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
+    assert "out/x.incomplete/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("tag", ["ü 1", "-x", "step_1.part", "%s{}", 7])

@@ -88,10 +88,8 @@ def describe_model(
         raise ValueError(
             f"{cls.__name__} does not have the option {', '.join(unknown)}; it takes {known}"
         )
-    own_mesh, own_world = (
-        not parallel_state.model_parallel_is_initialized(),
-        not dist.is_initialized(),
-    )
+    own_mesh = not parallel_state.model_parallel_is_initialized()
+    own_world = not dist.is_initialized()
     if not own_mesh and (size := parallel_state.get_tensor_model_parallel_size()) > 1:
         raise ValueError(f"the tools work in one process, not on a rank of {size}")
     try:

@@ -8,6 +8,7 @@ import torch
 from ..storage.xser import is_xser
 from . import tags
 from .layout import Layout
+from .merge import once
 from .shards import Shards
 from .verify import SMALL
 
@@ -54,16 +55,15 @@ def _describe_model(shards: Shards) -> dict[str, str]:
     if not shards.layouts:
         return {"model": "full shapes and layouts are not recorded"}
     layouts, ties, optimizer = shards.layouts, shards.metadata["tied"], shards.metadata["optimizer"]
-    twice = {name for group in ties for name in group[1:]}
-    once = [layout for name, layout in layouts.items() if name not in twice]
-    total = sum(torch.Size(layout.shape).numel() for layout in once)
-    kinds = Counter(str(layout.dtype).removeprefix("torch.") for layout in once)
+    tensors = [layouts[name] for name in once(shards)]
+    total = sum(torch.Size(layout.shape).numel() for layout in tensors)
+    kinds = Counter(str(layout.dtype).removeprefix("torch.") for layout in tensors)
     sharded = sum(layout.partition is not None for layout in layouts.values())
     where = "none" if optimizer is None else "on every data-parallel rank"
     if optimizer and optimizer["zero1"]:
         where = f"ZeRO-1 over data-parallel groups of {shards.degree}"
     return {
-        "model": f"{shards.metadata['architecture']}, {total:,} elements in {len(once)} tensors "
+        "model": f"{shards.metadata['architecture']}, {total:,} elements in {len(tensors)} tensors "
         f"({', '.join(f'{n} {kind}' for kind, n in kinds.items())})",
         "tied": "; ".join(" = ".join(group) for group in ties) or "nothing",
         "sharded": f"{sharded} tensors over {shards.tp} ranks, {len(layouts) - sharded} on every "
@@ -74,12 +74,11 @@ def _describe_model(shards: Shards) -> dict[str, str]:
 
 def _form(layout: Layout) -> str:
     dtype = str(layout.dtype).removeprefix("torch.")
-    text = f"{'×'.join(map(str, layout.shape)) or 'scalar'} {dtype}"
-    if (partition := layout.partition) is None:
-        return text
-    text += f", sharded along dim {partition.dim}"
-    if len(partition.sizes) > 1:
-        text += f", {len(partition.sizes)} fused"
-    if max(partition.replicas) > 1:
-        text += f", ranks that share a shard: {partition.replicas}"
-    return text + (f", padded by {partition.pad}" if partition.pad else "")
+    words = [f"{'×'.join(map(str, layout.shape)) or 'scalar'} {dtype}"]
+    if (partition := layout.partition) is not None:
+        shared = max(partition.replicas) > 1
+        words += [f"sharded along dim {partition.dim}"]
+        words += [f"{len(partition.sizes)} fused"] if len(partition.sizes) > 1 else []
+        words += [f"ranks that share a shard: {partition.replicas}"] if shared else []
+        words += [f"padded by {partition.pad}"] if partition.pad else []
+    return ", ".join(words)

@@ -16,13 +16,14 @@ from ..parallel_layers.utils import divide
 from ..storage import Digest, read_json, write_text
 
 METADATA = "metadata.json"
+SHARD = "dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 RANKS = 1_000_000  # that a mesh can have at most
 MAYBE = (dict, type(None))
 ENTRIES = {"mesh": dict, "config": MAYBE, "model": MAYBE, "tied": list, "optimizer": MAYBE}
 
 
 def shard_name(dp: int, tp: int) -> str:
-    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_00.pt"
+    return SHARD.format(dp=dp, tp=tp, pp=0)
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,8 @@ def check_mesh(mesh: dict) -> None:
             raise ValueError(f"a mesh here cannot have {axis} {size!r}")
 
 
-def write_metadata(folder: str | Path, metadata: dict) -> dict[Path, Digest]:
-    path = Path(folder) / METADATA
-    return {path: write_text(path, json.dumps(metadata, indent=1))}
+def write_metadata(folder: Path, metadata: dict) -> dict[str, Digest]:
+    return {METADATA: write_text(folder / METADATA, json.dumps(metadata, indent=1))}
 
 
 def read_metadata(folder: str | Path) -> dict | None:

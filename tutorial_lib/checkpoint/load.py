@@ -124,13 +124,13 @@ def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
     source.use_layouts(targets)
     held, drifted = source.shard("model", 0), []
     for name in filter(held.__contains__, targets):
-        rank, _ = next(source.differing(name), (None, None))
-        if rank is not None and source.layouts[name].partition is not None:
+        rank, _ = next(source.differing(name), (0, 0))
+        if rank and source.layouts[name].partition:
             raise ValueError(
                 f"{source.file('model', rank)}: {name} is not what the rank before has of it. Key "
                 f"and value heads are on the {source.tp} ranks in another order than here"
             )
-        drifted += [] if rank is None else [name]
+        drifted += [name] if rank else []
     if drifted:
         warnings.warn(
             f"{source.path}: {', '.join(drifted)} are replicated and differ between the ranks that "
@@ -155,7 +155,7 @@ def _load_model(source: Shards, model, targets: dict, ties: list[list[str]], str
             "give the model, not a dict, to have it resharded"
         )
     else:
-        weights = _resharded(source, targets, ties, place.tp)
+        weights = _resharded(source, targets, place.tp)
     if isinstance(model, dict):
         model.update(to_host(weights, copy=True))
         return
@@ -163,22 +163,17 @@ def _load_model(source: Shards, model, targets: dict, ties: list[list[str]], str
     _fill(model, weights, file, lambda model, state: model.load_state_dict(state, strict=strict))
 
 
-def _resharded(
-    source: Shards, targets: dict[str, layout.Layout], ties: list[list[str]], rank: int
-) -> dict:
+def _resharded(source: Shards, targets: dict[str, layout.Layout], rank: int) -> dict:
     source.use_layouts(targets)
-    saved, tied = source.layouts, {name: group for group in ties for name in group}
-    result = {name: None for name in saved if name not in targets}  # unexpected
-    for name, target in targets.items():
-        origin = next((n for n in (name, *tied.get(name, ())) if n in saved), None)
-        if origin is None:
-            continue
-        if saved[origin].shape != target.shape:
+    result = dict.fromkeys(source.layouts)  # what is not in the model is unexpected
+    for name in filter(result.__contains__, targets):
+        saved, target = source.layouts[name], targets[name]
+        if saved.shape != target.shape:
             raise ValueError(
                 f"{source.path} (tensor-parallel size {source.tp}): {name} has full shape "
-                f"{saved[origin].shape}, {target.shape} here"
+                f"{saved.shape}, {target.shape} here"
             )
-        result[name] = source.to(origin, source.weights(origin), target, rank)
+        result[name] = source.to(name, source.weights(name), target, rank)
     return result
 
 

@@ -55,8 +55,8 @@ def read_optimizer(
     source.parameters = saved or names
     source.use_layouts(targets)
     state, masters = {}, {}
-    for number, field, value, make in source.state_at(targets, place.tp, degree, zero1):
-        value = make()[dp] if make else value
+    for number, field, values in source.state_at(targets, place.tp, degree, zero1):
+        value = to_host(values[dp])
         if field != MASTERS:
             state.setdefault(number, {})[field] = value
         elif zero1:

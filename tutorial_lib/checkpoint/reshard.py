@@ -2,13 +2,13 @@
 masters with it.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..parallel_layers.utils import ensure_positive
-from ..storage.xser import blank, is_xser, load, room_for, save
+from ..storage.xser import is_xser, spilled
 from .architectures import layout_at
-from .layout import Layout, shard_name, to_json, write_metadata
+from .layout import Layout, shard_name, to_json
 from .shards import MASTERS, Shards
 from .tools import check_output, mesh_of, open_checkpoint, progress, write_checkpoint
 from .verify import check_small
@@ -51,62 +51,59 @@ def reshard(
     mesh = mesh_of(tp, dp)
     small = ["scheduler.pt", "user_content.pt"] + ["random_state.pt"] * (mesh == before)
 
-    def write(aside: Path) -> None:
-        write_metadata(aside, {**metadata, "mesh": mesh, "model": to_json(targets)})
+    def files(aside: Path) -> Iterator[tuple]:
         for rank in range(tp):
-            _write_weights(shards, targets, rank, aside / "model" / shard_name(0, rank))
+            weights = _weights(shards, targets, rank, aside / "room")
+            yield f"model/{shard_name(0, rank)}", weights, xser
             if metadata["optimizer"] is not None:
-                _write_state(shards, targets, rank, dp if shards.zero1 else 1, aside / "optim")
-        for file in sorted(aside.glob("*/*.pt")) if xser else ():
-            save(load(file, mmap=True), file, xser=True)
+                states = _states(shards, targets, rank, dp if shards.zero1 else 1, aside / "room")
+                for place, state in enumerate(states):
+                    yield f"optim/{shard_name(place, rank)}", state, xser
         for name in filter(shards.has, small):
             check_small(shards, name)
-            save(shards.object(name), aside / name)
+            yield name, shards.object(name)
 
-    write_checkpoint(output, shards.checkpoint.step, mesh, write)
+    metadata = {**metadata, "mesh": mesh, "model": to_json(targets)}
+    write_checkpoint(output, shards.checkpoint.step, metadata, files)
 
 
-def _write_weights(shards: Shards, targets: dict[str, Layout], rank: int, file: Path) -> None:
+def _weights(shards: Shards, targets: dict[str, Layout], rank: int, room: Path) -> dict:
+    """The weights of one tensor-parallel rank, each written to `room` and mapped from there."""
     first = {name: group[0] for group in shards.metadata["tied"] for name in group}
-    blanks = {name: blank(x.local_shape(), x.dtype) for name, x in targets.items()}
-    with room_for({name: blanks[first.get(name, name)] for name in targets}, file) as room:
-        for name in progress([n for n in targets if first.get(n, n) == n], file.name):
-            room[name].copy_(shards.to(name, shards.weights(name), targets[name], rank))
+    once = {
+        name: spilled(shards.to(name, shards.weights(name), targets[name], rank), room)
+        for name in progress([n for n in targets if first.get(n, n) == n], f"model {rank}")
+    }
+    return {name: once[first.get(name, name)] for name in targets}
 
 
-def _write_state(
-    shards: Shards, targets: dict[str, Layout], tp: int, places: int, folder: Path
-) -> None:
-    """Writes the optimizer's state of one tensor-parallel rank, ZeRO-1's for each place."""
-    state, masters, makers = {}, {}, []
-    for number, field, value, make in shards.state_at(targets, tp, places, shards.zero1):
-        if field == MASTERS:
-            masters[number] = value
-        else:
-            state.setdefault(number, {})[field] = value
-        makers += [(number, field, make)] if make else []
+def _states(
+    shards: Shards, targets: dict[str, Layout], tp: int, places: int, room: Path
+) -> list[dict]:
+    """The optimizer's state of one tensor-parallel rank, ZeRO-1's for each place, likewise."""
+    states, masters = [{} for _ in range(places)], [{} for _ in range(places)]
+    found = shards.state_at(targets, tp, places, shards.zero1)
+    for number, field, values in progress(found, f"optimizer {tp}"):
+        for place, value in enumerate(spilled(list(values), room)):
+            if field == MASTERS:
+                masters[place][number] = value
+            else:
+                states[place].setdefault(number, {})[field] = value
     head = shards.state_head()
-    content = head | {"state": state}
-    if shards.zero1:
-        infos = _shape_info(shards, targets, head.get("shape_info", {}), places)
-        content = head | {"state": {}, "base_state": state, "shape_info": infos}
-        content |= {MASTERS: masters} if masters else {}
-    with ExitStack() as stack:
-        rooms = []
-        for place in range(places):
-            here = {"sharding": {"rank": place, "size": places}} if shards.zero1 else {}
-            file = folder / shard_name(place, tp)
-            rooms.append(stack.enter_context(room_for(content | here, file)))
-        for number, field, make in progress(makers, f"optimizer {tp}"):
-            for room, shard in zip(rooms, make(), strict=True):
-                entries = room["base_state" if shards.zero1 else "state"]
-                held = room[MASTERS][number] if field == MASTERS else entries[number][field]
-                held.copy_(shard)
+    if not shards.zero1:
+        return [head | {"state": states[0]}]
+    head |= {"state": {}, "shape_info": _shape_info(shards, targets, head, places)}
+    return [
+        head
+        | {"base_state": states[place], "sharding": {"rank": place, "size": places}}
+        | ({MASTERS: masters[place]} if masters[place] else {})
+        for place in range(places)
+    ]
 
 
-def _shape_info(shards: Shards, targets: dict[str, Layout], saved: dict, places: int) -> dict:
+def _shape_info(shards: Shards, targets: dict[str, Layout], head: dict, places: int) -> dict:
     """See `optimizer.zero1_state`."""
-    infos = {}
+    saved, infos = head.get("shape_info", {}), {}
     for number, name in enumerate(shards.parameters):
         shape, partition = targets[name].local_shape(), targets[name].partition
         infos[number] = saved.get(number, {}) | {"shape": list(shape)}

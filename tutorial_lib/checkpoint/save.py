@@ -13,7 +13,8 @@ same; with xser also `<shard>.info.pt` and `<shard>.tensors/tensor_N.pt`.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ..backends import mark_step
 from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
+from ..parallel_layers.utils import ensure_positive
 from ..storage import Digest, objects, xser
 from . import background, layout, tags
 from .verify import publish
@@ -80,13 +82,8 @@ def save_checkpoint(
             )
         ranks.check_folder(checkpoint_dir_str)
         tags.check_tag(tag)
-        if num_kept_ckpts not in (None, -1) and (
-            type(num_kept_ckpts) is not int or num_kept_ckpts < 1
-        ):
-            raise ValueError(
-                "num_kept_ckpts must be a positive integer, or -1 or None to keep all, not "
-                f"{num_kept_ckpts!r}"
-            )
+        if num_kept_ckpts not in (None, -1):  # these keep all
+            ensure_positive(num_kept_ckpts=num_kept_ckpts)
         ranks.waves(num_workers)
         if step is not None and (type(step) is not int or step < 0):
             raise ValueError(f"step {step!r} must be an integer from 0 on")
@@ -111,31 +108,30 @@ def save_checkpoint(
 
     def write() -> dict[str, Digest]:
         written = layout.write_metadata(aside, metadata) if rank == 0 else {}
-        for name, value, *how in files:
-            written |= xser.save(value, aside / name, *how)
-        return {str(path.relative_to(aside)): digest for path, digest in written.items()}
+        return written | write_files(aside, files)
 
-    def finish(written: dict[str, Digest]) -> None:
-        publish(aside, step, written, mesh)
+    def finish(written: list[dict[str, Digest]]) -> None:
+        publish(aside, step, dict(ChainMap(*written)), mesh)
         tags.rotate(folder, num_kept_ckpts, tag)
 
-    def work(gather: Callable) -> None:
-        written = {}
+    def work(group=None) -> None:
         try:
-            for wave in range(ranks.waves(num_workers)):
-                mine = ranks.local_rank() // num_workers == wave
-                for part in gather(write if mine else dict):
-                    written |= part
-            gather(lambda: finish(written) if rank == 0 else None)
+            written = ranks.gather(ranks.in_turn(write, num_workers, group), group)
+            ranks.from_rank_zero(lambda: finish(written), group)
         except Exception:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
 
-    if async_save:
-        background.start(work)
-    else:
-        work(lambda function: ranks.gather(ranks.together(function)))
+    background.start(work) if async_save else work()
+
+
+def write_files(folder: Path, files: Iterable[tuple]) -> dict[str, Digest]:
+    """Writes files, each given as a name and the arguments of `xser.save`; digests by name."""
+    written = {}
+    for name, value, *how in files:
+        written |= xser.save(value, folder / name, *how)
+    return {str(path.relative_to(folder)): digest for path, digest in written.items()}
 
 
 def check_stateful(**given) -> None:

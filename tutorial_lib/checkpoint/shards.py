@@ -5,21 +5,20 @@ stay in their files, memory-mapped by torch, until they are used; every file is 
 digest before its first use.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ..parallel_layers.flat_shards import shard_length, take_shard
+from ..parallel_layers.flat_shards import as_rows
 from ..storage import check_file, xser
-from .layout import METADATA, Layout, read_metadata, shard_name
+from .layout import METADATA, Layout, read_metadata
+from .shard_files import LOW_LEVEL, TAGGED, ranks_of
 from .tags import Complete
 
 MASTERS = "sharded_master_weights"
-SHARD = re.compile(r"dp_rank_(\d{1,6})_tp_rank_(\d{1,6})_pp_rank_(\d{1,6})\.pt")
 
 
 class Shards:
@@ -28,6 +27,7 @@ class Shards:
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
         blanks: of xser only shapes and dtypes are needed.
+        names: where the shards of each part are.
 
     Attributes:
         path: its folder.
@@ -42,8 +42,9 @@ class Shards:
             name.
     """
 
-    def __init__(self, checkpoint: Complete, blanks: bool = False):
+    def __init__(self, checkpoint: Complete, blanks: bool = False, names: dict[str, str] = TAGGED):
         self.checkpoint, self.path, self._blanks = checkpoint, checkpoint.path, blanks
+        self._names = names
         self._open: dict[Path, dict] = {}
         if self.has(METADATA):
             self._check(METADATA)
@@ -63,17 +64,16 @@ class Shards:
     # --- files ------------------------------------------------------------------------------------
 
     def _found(self, part: str) -> list[tuple[int, int, int]]:
-        """`(dp, tp, pp)` of each shard that is there. As numbers: rank 10 comes after 9."""
-        matches = [SHARD.fullmatch(file.name) for file in (self.path / part).glob("*.pt")]
-        return sorted(tuple(int(n) for n in match.groups()) for match in matches if match)
+        """`(dp, tp, pp)` of each shard that is there."""
+        return ranks_of(self.path, self._names[part]) if part in self._names else []
 
     def file(self, part: str, tp: int, dp: int = 0) -> Path:
-        return self.path / part / shard_name(dp, tp)
+        path = self.path / self._names[part].format(dp=dp, tp=tp, pp=0)
+        return path / "checkpoint.pt" if path.is_dir() else path
 
     def found(self) -> list[tuple[str, int, int]]:
         """`(part, tp, dp)` of each shard that is there, those of the model first."""
-        parts = ("model", "optim")
-        return [(part, tp, dp) for part in parts for dp, tp, _ in self._found(part)]
+        return [(part, tp, dp) for part in self._names for dp, tp, _ in self._found(part)]
 
     def missing(self) -> Iterator[Path]:
         """The shards that are not there, although others that belong to them are."""
@@ -106,12 +106,26 @@ class Shards:
         file = self.file(part, tp, dp)
         if file not in self._open:
             self._check(str(file.relative_to(self.path)))
-            if not isinstance(value := xser.load(file, True, self._blanks), dict):
-                raise ValueError(f"{file} holds a {type(value).__name__}, not a dict")
-            if part == "model" and not all(isinstance(name, str) for name in value):
-                raise ValueError(f"{file} has keys that are not names of tensors")
+            value = xser.load(file, True, self._blanks)
+            if self._names is LOW_LEVEL and isinstance(value, dict):
+                value = value.get("model")
+            if not isinstance(value, dict):
+                raise ValueError(f"{file} holds a {type(value).__name__}, not a dict of the {part}")
+            self._check_content(file, part, value)
             self._open[file] = value
         return self._open[file]
+
+    def _check_content(self, file: Path, part: str, value: dict) -> None:
+        known = (self.metadata or {}).get("model") or value
+        for name, held in value.items() if part == "model" else ():
+            if not isinstance(name, str):
+                raise ValueError(f"{file} has keys that are not names of tensors")
+            if isinstance(held, torch.Tensor) and name not in known:
+                raise ValueError(f"{file} holds {name}, which the metadata do not know")
+        kinds = ("state", "base_state", MASTERS, "shape_info", "sharding")
+        for key in kinds if part == "optim" else ():
+            if not isinstance(value.get(key, {}), dict):
+                raise ValueError(f"{file}: {key} is not that of an optimizer")
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -272,29 +286,20 @@ class Shards:
 
     def state_at(
         self, targets: dict[str, Layout], tp: int, places: int, zero1: bool
-    ) -> Iterator[tuple[int, str, object, Callable | None]]:
-        """The state of one tensor-parallel rank of another mesh: `(number, field, blank, make)`,
-        where `make()[place]` is what a place among `places` holds instead of the blank. For a step
-        count and the like `make` is None, and it is itself in place of the blank.
+    ) -> Iterator[tuple[int, str, Sequence]]:
+        """The state of one tensor-parallel rank of another mesh: `(number, field, values)`, where
+        `values[place]` is what a place among `places` holds; tensors may be views of a larger one.
 
         ZeRO-1 has equal shards of the flattened parameter, in the vendor's library along dim 0.
         Concatenated both are the parameter, row by row, and some padding.
         """
         for number, field, value in self.state():
             if not isinstance(value, list):
-                yield number, field, value, None
+                yield number, field, [value] * places
                 continue
             name = self.parameters[number]
-            target, shape = targets[name], self.layouts[name].local_shape()
-
-            def make(value=value, name=name, target=target, shape=shape) -> list[torch.Tensor]:
-                flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
-                whole = [shard[: shape.numel()].view(shape) for shard in flat]
-                mine = self.to(name, whole, target, tp)
-                if not zero1:
-                    return [mine]
-                return [take_shard(mine, place, places, mine.dtype) for place in range(places)]
-
-            local = target.local_shape()
-            size = (shard_length(local.numel(), places),) if zero1 else local
-            yield number, field, xser.blank(size, value[0][0].dtype), make
+            shape = self.layouts[name].local_shape()
+            flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
+            whole = [shard[: shape.numel()].view(shape) for shard in flat]
+            mine = self.to(name, whole, targets[name], tp)
+            yield number, field, as_rows(mine, places) if zero1 else [mine]

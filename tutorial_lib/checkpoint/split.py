@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 from ..models.full_weights import fused, published_tensors
 from ..parallel_layers.utils import ensure_positive
 from ..storage import check_file, read_json
-from ..storage import xser as files
+from ..storage.xser import load
 from .architectures import describe_model, model_of, read_config
 from .distributed import is_distributed, read_distributed
-from .layout import shard_name, to_json, write_metadata
+from .layout import shard_name, to_json
 from .tools import check_output, mesh_of, write_checkpoint
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, or its index
@@ -54,7 +55,7 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
             return load_file(file)
         except Exception as error:  # safetensors has an error class of its own
             raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-    value = files.load(file, mmap=True)
+    value = load(file, mmap=True)
     if not isinstance(value, dict) or not all(torch.is_tensor(x) for x in value.values()):
         raise ValueError(f"{file} does not hold tensors by name")
     return value
@@ -97,20 +98,19 @@ def split(
             layouts[name] = replace(layout, dtype=whole.dtype)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    mesh, first = mesh_of(tp, 1), {name: group[0] for group in ties for name in group}
+    first = {name: group[0] for group in ties for name in group}
 
     def shard(name: str, rank: int) -> torch.Tensor:
         partition = layouts[name].partition
         whole = fused(model, name, partition, layouts[name].shape, tensors)
         return whole if partition is None else partition.shard(whole, rank)
 
-    def write(aside: Path) -> None:
-        metadata = {"mesh": mesh, "architecture": model.__name__, "config": settings}
-        metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
-        write_metadata(aside, metadata)
+    def files(aside: Path) -> Iterator[tuple]:
         for rank in range(tp):
             once = {name: shard(name, rank) for name in layouts if first.get(name, name) == name}
             weights = {name: once[first.get(name, name)] for name in layouts}
-            files.save(weights, aside / "model" / shard_name(0, rank), xser)
+            yield f"model/{shard_name(0, rank)}", weights, xser
 
-    write_checkpoint(output, None, mesh, write)
+    metadata = {"mesh": mesh_of(tp, 1), "architecture": model.__name__, "config": settings}
+    metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
+    write_checkpoint(output, None, metadata, files)

@@ -1,15 +1,15 @@
 """A folder of checkpoints: which are complete, which was saved last, how one is published, and how
 one is removed.
 
-`<folder>/<tag>` is complete once its `done` marker is there. A save is written to
-`<tag>.incomplete` and renamed; a complete checkpoint of the same tag waits as `<tag>.replaced`
-until then, and takes its place again if the save is interrupted.
+`<folder>/<tag>` is complete if its `done` marker is there. A save is written to `<tag>.incomplete`,
+the marker last, and renamed. A complete checkpoint of the same tag steps aside for that to
+`<tag>.replaced`, and counts until the new one has its name.
 """
 
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..storage import Digest, flush, hash_of, read_text, write_text
@@ -39,10 +39,10 @@ class Complete:
 
     tag: str
     path: Path
-    step: int | None
-    sequence: int
-    files: dict[str, Digest]
-    mesh: dict[str, int]
+    step: int | None = None
+    sequence: int = 0
+    files: dict[str, Digest] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
     key: str = ""
     earlier: frozenset[str] | None = None
     copy: bool = False
@@ -94,7 +94,7 @@ def _read(path: Path, tag: str) -> Complete | None:
     try:
         text = read_text(path / DONE)
         if text.strip() in ("", "1"):  # written by the vendor's library
-            return Complete(tag, path, step_of(tag), 0, {}, {}, tag)
+            return Complete(tag, path, step_of(tag), key=tag)
         marker = json.loads(text)
         files = {name: Digest(**digest) for name, digest in marker["files"].items()}
         for name, digest in files.items():
@@ -242,22 +242,9 @@ def begin(folder: str | Path, tag: str) -> Path:
 
 
 def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> None:
-    """Turns a folder that is written and flushed into the complete checkpoint of its tag."""
+    """Turns a folder whose files are written into the complete checkpoint of its tag."""
     folder, tag = aside.parent, aside.name.removesuffix(INCOMPLETE)
-    final, replaced = folder / tag, folder / (tag + REPLACED)
-    earlier = complete(folder)
-    for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
-        flush(path)
-    _check_replaceable(final)
-    if final.exists():
-        if _read(final, tag) is not None:
-            if replaced.exists():
-                remove(replaced)
-            final.rename(replaced)
-        else:
-            shutil.rmtree(final)
-    aside.rename(final)
-    flush(folder)
+    final, replaced, earlier = folder / tag, folder / (tag + REPLACED), complete(folder)
     marker = {
         "format": 1,
         "tag": tag,
@@ -267,8 +254,16 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
         "mesh": mesh,
         "files": {name: digest._asdict() for name, digest in sorted(files.items())},
     }
-    write_text(final / DONE, json.dumps(marker, indent=1))
-    flush(final)
+    write_text(aside / DONE, json.dumps(marker, indent=1))
+    for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
+        flush(path)
+    _check_replaceable(final)
+    if final.exists():
+        if replaced.exists():
+            remove(replaced)
+        final.rename(replaced)
+    aside.rename(final)
+    flush(folder)
     if replaced.exists():
         remove(replaced)
 

@@ -2,15 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tqdm import tqdm
 
-from ..storage import digest_of
 from . import tags
 from .architectures import describe_model, model_of, read_config
-from .low_level import LowLevelShards, is_low_level
+from .layout import write_metadata
+from .save import write_files
+from .shard_files import LOW_LEVEL, ranks_of
 from .shards import Shards
 from .verify import publish
 
@@ -28,7 +29,11 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
         FileNotFoundError, RuntimeError: there is no checkpoint.
         ValueError: it is not known how the tensors are sharded; there is no model.
     """
-    shards = LowLevelShards(Path(path)) if is_low_level(path) else Shards(tags.locate(path))
+    path = Path(path)
+    if ranks_of(path, *LOW_LEVEL.values()):
+        shards = Shards(tags.Complete(path.name, path), names=LOW_LEVEL)
+    else:
+        shards = Shards(tags.locate(path))
     if shards.layouts is None and config is not None:
         theirs = read_config(config)
         layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
@@ -72,9 +77,9 @@ def check_output(output: str | Path, *inputs: str | Path) -> Path:
 
 
 def write_checkpoint(
-    output: Path, step: int | None, mesh: dict[str, int], write: Callable[[Path], object]
+    output: Path, step: int | None, metadata: dict, files: Callable[[Path], Iterable[tuple]]
 ) -> None:
-    """Lets `write(aside)` fill a folder and publishes it as the checkpoint `output`.
+    """Writes the checkpoint `output`, of what `files(folder)` gives as `save.write_files` takes it.
 
     Raises:
         ValueError: `verify` would not find it sound; with the first problem.
@@ -82,18 +87,12 @@ def write_checkpoint(
     tag = tags.check_tag(output.name)
     if output.is_dir():
         output.rmdir()  # `check_output` has seen that it is empty
-    output.parent.mkdir(parents=True, exist_ok=True)
     try:
         aside = tags.begin(output.parent, tag)
-        write(aside)
-        written = [path for path in aside.rglob("*") if path.is_file()]
-        files = {str(path.relative_to(aside)): digest_of(path) for path in written}
-        del files[tags.STARTED]
-        publish(aside, step, files, mesh)
+        written = write_metadata(aside, metadata) | write_files(aside, files(aside))
+        publish(aside, step, written, metadata["mesh"])
     except BaseException:
-        begun = {output, output.with_name(tag + tags.INCOMPLETE)}
-        for path in begun.intersection(tags.incomplete(output.parent)):
-            shutil.rmtree(path)
+        shutil.rmtree(output.with_name(tag + tags.INCOMPLETE), ignore_errors=True)
         raise
 
 

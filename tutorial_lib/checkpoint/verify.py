@@ -11,7 +11,7 @@ import torch
 from ..parallel_layers.random import get_rng_state, set_rng_state
 from ..storage import Digest, check_file
 from . import tags
-from .shards import MASTERS, Shards
+from .shards import Shards
 
 SMALL = ("scheduler.pt", "user_content.pt", "random_state.pt")
 
@@ -30,12 +30,12 @@ def verify(path: str | Path) -> list[str]:
 
 
 def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[str, int]) -> None:
-    """Turns a folder that is written into the complete checkpoint of its tag.
+    """Turns a folder whose files are written into the complete checkpoint of its tag.
 
     Raises:
         ValueError: `verify` would not find it sound; with the first problem.
     """
-    for problem in _problems(tags.Complete(aside.name, aside, step, 1, {}, mesh), data=False):
+    for problem in _problems(tags.Complete(aside.name, aside, mesh=mesh), data=False):
         raise ValueError(f"{aside} is not published: {problem}")
     tags.publish(aside, step, files, mesh)
 
@@ -54,7 +54,7 @@ def _files(checkpoint: tags.Complete) -> Iterator[str]:
 
 
 def _problems(checkpoint: tags.Complete, data: bool) -> Iterator[str]:
-    """What is wrong inside files that are as they were written.
+    """What is wrong inside files that are as they were written: all is read that there is.
 
     Args:
         data: compare what ranks hold alike too, and try out the random states.
@@ -65,9 +65,15 @@ def _problems(checkpoint: tags.Complete, data: bool) -> Iterator[str]:
         for name in filter(shards.has, SMALL if data else SMALL[:2]):
             check_small(shards, name)
         for place in shards.found():
-            _check_shard(shards, *place)
-        for name in shards.layouts or {}:
-            yield from _tensor(shards, name, data)
+            shards.shard(*place)
+        for name, layout in (shards.layouts or {}).items():
+            for rank in range(shards.tp):
+                shards.weight(name, rank)
+            for rank, start in shards.differing(name) if data else ():
+                if layout.partition is None:
+                    yield f"{name} is replicated and differs between ranks 0 and {rank}"
+                else:
+                    yield f"{name}: rows from {start} are shared and differ on rank {rank}"
         for group in shards.metadata["tied"] if data and shards.layouts else ():
             for rank in range(shards.tp):
                 first, *others = (shards.weight(name, rank) for name in group)
@@ -98,32 +104,3 @@ def check_small(shards: Shards, name: str) -> None:
             raise ValueError(f"{file} does not hold the random states: {error}") from error
         finally:
             set_rng_state(before)
-
-
-def _check_shard(shards: Shards, part: str, tp: int, dp: int) -> None:
-    value, file = shards.shard(part, tp, dp), shards.file(part, tp, dp)
-    known = value if shards.layouts is None else shards.layouts
-    for name in value if part == "model" else ():
-        if torch.is_tensor(value[name]) and name not in known:
-            raise ValueError(f"{file} holds {name}, which the metadata do not know")
-    kinds = ("base_state" if shards.zero1 else "state", MASTERS, "shape_info", "sharding")
-    for key in kinds if part == "optim" else ():
-        if not isinstance(value.get(key, {}), dict):
-            raise ValueError(f"{file}: {key} is not that of an optimizer")
-
-
-def _tensor(shards: Shards, name: str, data: bool) -> Iterator[str]:
-    """Shapes, dtypes, and what several ranks hold alike: replicated tensors, and shared rows of
-    sharded ones.
-    """
-    try:
-        for rank in range(shards.tp):
-            shards.weight(name, rank)
-    except ValueError as error:
-        yield str(error)
-        return
-    for rank, start in shards.differing(name) if data else ():
-        if shards.layouts[name].partition is None:
-            yield f"{name} is replicated and differs between ranks 0 and {rank}"
-        else:
-            yield f"{name}: rows from {start} are shared and differ on rank {rank}"

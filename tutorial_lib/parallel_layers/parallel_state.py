@@ -156,14 +156,17 @@ def _axis(name: str) -> _Axis:
     return _axes[name]
 
 
-def axis_of(group: ProcessGroup | ReplicaGroups | None) -> _Axis:
+def axis_of(group: ProcessGroup | ReplicaGroups | _Axis | None) -> _Axis:
     """The axis of a process group or of its replica groups; by default the tensor-parallel one.
+    An axis is its own.
 
     Raises:
         ValueError: a group that `parallel_state` did not make.
     """
     if group is None:
         return _axis("tp")
+    if isinstance(group, _Axis):
+        return group
     _axis("world")
     for axis in _axes.values():
         if axis.group is group or axis.replica_groups == group:

@@ -46,26 +46,30 @@ def mesh() -> dict[str, int]:
     }
 
 
-def together(function: Callable[..., T], *args, **kwargs) -> T:
-    """`function` on every rank; if it fails on one, all raise."""
+def together(function: Callable[..., T], *args, group=None, **kwargs) -> T:
+    """`function` on every rank; if it fails on one, all raise.
+
+    Args:
+        group: communicates instead of the world's group, here and below; of the same ranks.
+    """
     result, error = None, None
     try:
         result = function(*args, **kwargs)
     except Exception as caught:  # raised again below, on every rank
         error = caught
-    comm.raise_on_all(error, parallel_state.get_world_group())
+    comm.raise_on_all(error, group or parallel_state.get_world_group())
     return result
 
 
-def from_rank_zero(function: Callable[[], T]) -> T:
+def from_rank_zero(function: Callable[[], T], group=None) -> T:
     """What `function` gives on rank 0, on every rank; its error likewise."""
-    mine = together(lambda: function() if dist.get_rank() == 0 else None)
-    return parallel_state.gather_python_object(mine, parallel_state.get_world_group())[0]
+    mine = together(lambda: function() if dist.get_rank() == 0 else None, group=group)
+    return gather(mine, group)[0]
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group=None) -> list[T]:
     """The values of all ranks, on all ranks."""
-    return parallel_state.gather_python_object(value, parallel_state.get_world_group())
+    return parallel_state.gather_python_object(value, group or parallel_state.get_world_group())
 
 
 def check_folder(path: object) -> None:
@@ -89,9 +93,9 @@ def waves(num_workers: int) -> int:
     return -(-local_world // num_workers)
 
 
-def in_turn(function: Callable[[], T], num_workers: int) -> T:
+def in_turn(function: Callable[[], T], num_workers: int, group=None) -> T:
     """`together`, with at most `num_workers` ranks of a node at work at a time."""
-    result: list[T] = []
-    for wave in range(waves(num_workers)):
-        together(lambda: result.append(function()) if local_rank() // num_workers == wave else None)
+    result, turns, mine = [], waves(num_workers), local_rank() // num_workers
+    for turn in range(turns):
+        together(lambda: result.append(function()) if turn == mine else None, group=group)
     return result[0]

@@ -7,20 +7,15 @@ No file is trusted: tensors and plain data are loaded, and a file that is missin
 code is named.
 """
 
-import mmap
-import os
 import pickle
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.serialization import set_default_mmap_options, skip_data
 
-from .disk import Digest, check_file, replaced_by, write_file
+from .disk import Digest, check_file, reported, write_file
 from .objects import NUMPY_KINDS, check_tensor, identity, map_tensors, to_host
 
 Digests = dict[Path, Digest]
@@ -115,45 +110,16 @@ def save(value, path: str | Path, xser: bool = False, place: int = 0, places: in
     return written
 
 
-def blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without data, in whose place `room_for` puts one that has."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-@contextmanager
-def room_for(value, path: Path) -> Iterator:
-    """Writes a file as `save` does, of an object with blanks. What is yielded is the object with
-    tensors to be filled in in their place: maps of the file, which take no memory.
+def spilled(value, path: Path):
+    """`value` with tensors that are mapped from a file: they take no memory that could not be
+    reclaimed. The file is `path` until it is mapped, and then has no name.
     """
-    empty: dict[int, torch.Tensor] = {}
-
-    def of_its_shape(tensor: torch.Tensor) -> torch.Tensor:  # takes no memory until it is written
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return empty.setdefault(id(tensor), fresh)
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_by(path) as aside:
-        with skip_data(), open(aside, "wb") as file:
-            torch.save(map_tensors(value, of_its_shape), file)
-        _reserve(aside)
-        with set_default_mmap_options(mmap.MAP_SHARED):
-            room = torch.load(aside, map_location="cpu", weights_only=True, mmap=True)
-        given, places = [], []
-        map_tensors(value, given.append)
-        map_tensors(room, places.append)
-        for tensor, place in zip(given, places, strict=True):
-            if not tensor.is_meta:
-                place.copy_(tensor)
-        yield room
-
-
-def _reserve(path: Path) -> None:
-    """Makes room for all bytes of a file with holes: writing to its map could not say that the disk
-    is full.
-    """
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        with open(path, "ab") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    with reported(path):
+        with open(path, "wb") as file:
+            torch.save(to_host(value), file)
+        result = load(path, mmap=True)
+        path.unlink()
+    return result
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -180,7 +146,7 @@ def load(path: str | Path, mmap: bool = False, blanks: bool = False):
     Args:
         mmap: leave the tensors in the file until they are used.
         blanks: do not open the files of single tensors, of which there may be more than a process
-            can map; put blanks in their place.
+            can map; put tensors without data in their place.
 
     Raises:
         FileNotFoundError: there is no such regular file.
@@ -198,7 +164,7 @@ def load(path: str | Path, mmap: bool = False, blanks: bool = False):
             raise ValueError(f"{path}: a reference to a tensor does not have a number")
         if blanks:
             check_file(tensor_file(path, tid))
-            return blank(infos[tid]["shape"], infos[tid]["dtype"])
+            return torch.empty(infos[tid]["shape"], dtype=infos[tid]["dtype"], device="meta")
         if tid not in loaded:
             loaded[tid] = _read(tensor_file(path, tid), mmap)
             if not isinstance(loaded[tid], torch.Tensor):
