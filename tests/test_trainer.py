@@ -2,6 +2,8 @@
 the calls of `xla_model`. That a step is that of one process is for the models' tests.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,10 +13,32 @@ from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.marks import set_tensor_model_parallel_attributes
 from tutorial_lib.trainer import (
     initialize_parallel_model,
+    initialize_parallel_optimizer,
     neuronx_distributed_config,
 )
 
 TP, DP = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
+
+
+def copied(zero):
+    config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": zero})
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts another `step` in the place of ours
+    other_model, other = copy.deepcopy((model, optimizer))
+    seen = []
+    other.register_step_pre_hook(lambda *_: seen.append("step"))
+    before = other_model.weight.detach().clone()
+    other_model(torch.ones(1, 2)).sum().backward()
+    other.step()
+    return (before - other_model.weight).tolist(), torch.equal(before, model.weight), seen
+
+
+def test_an_optimizer_is_copied_with_its_model_or_not_at_all(ranks):
+    clipped = [[pytest.approx(0.5**0.5)] * 2]
+    assert ranks(copied, False, world_size=2) == [(clipped, True, ["step"])] * 2
+    with pytest.raises(TypeError, match="state_dict"):
+        ranks(copied, True, world_size=2)
 
 
 OPTIMIZER, INIT, PRECISION = "optimizer_config", "model_init_config", "mixed_precision_config"

@@ -213,3 +213,27 @@ def test_damaged_shards_are_named(make_shard):
             refused += 1
             assert str(path) in str(error)
     assert refused > 20
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Augmentation: another tensor each time."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.rand(3), index
+
+
+def augmented():
+    torch.manual_seed(torch.distributed.get_rank())  # as a run that seeds each rank's dropout does
+    sampler = ResumableBatchSampler(Noisy(), 2)
+    batches = iter(data_loader(sampler.dataset, sampler, num_workers=2))
+    return [next(batches) for _ in range(4)]
+
+
+def test_augmented_tensors_are_the_same_on_tensor_parallel_ranks(ranks):
+    found = ranks(augmented, world_size=4, tp=2)
+    noise = [torch.cat([batch[0] for batch in batches]) for batches in found]
+    assert torch.equal(noise[0], noise[1]) and torch.equal(noise[2], noise[3])
+    assert not torch.isin(noise[0], noise[2]).any() and len(noise[0].unique()) == 24
