@@ -1,10 +1,16 @@
 """Fixtures for the whole suite."""
 
+import gc
+
 import pytest
 
 from tutorial_lib.backends import is_installed
 
 from .pool import RankPool
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests: no later collection has to look at them
 
 
 @pytest.fixture(scope="session")

@@ -323,6 +323,7 @@ def test_what_listens_does_so_on_loopback_alone(notebook):
     assert listening == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_starts_and_closes_leave_no_descriptors_threads_or_orphans(notebook):
     orphan = (
         "%%px\nimport subprocess\n"

@@ -260,6 +260,7 @@ def train(folder):
     return weights, norms, xla_cpu.compilations(), len(xla_cpu.hlo_texts())
 
 
+@pytest.mark.slow
 def test_the_graphs_of_a_training_are_compiled_once(ranks, tmp_path):
     """That they give the values of the CPU, and are few, is shown in `test_zero1`."""
 

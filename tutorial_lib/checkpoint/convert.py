@@ -7,9 +7,9 @@ from pathlib import Path
 
 from .architectures import model_of
 from .distributed import is_distributed, write_distributed
-from .merge import full_tensors, write_config
+from .merge import once, whole, write_config
 from .split import split
-from .tools import check_output, open_checkpoint
+from .tools import check_output, open_checkpoint, progress
 
 
 def convert(
@@ -49,5 +49,8 @@ def convert(
     output = check_output(output, source, shards.path)
     output.mkdir(parents=True, exist_ok=True)
     write_config(shards, output)
-    names = model_of(shards.metadata["config"]).hugging_face_names
-    write_distributed(full_tensors(shards, names, output / "room"), output)
+    names, tensors = model_of(shards.metadata["config"]).hugging_face_names, {}
+    for name in progress(once(shards), "convert"):
+        theirs = names(name)
+        tensors.update(zip(theirs, whole(shards, name, len(theirs)), strict=True))
+    write_distributed(tensors, output)
