@@ -28,7 +28,8 @@ def vendor(folder, *found: str) -> None:
             (folder / tag / name).write_text("1")
 
 
-def test_a_replacement_may_be_cut_off_at_any_line(tmp_path):
+@pytest.mark.parametrize("cut_off_before", [False, True])
+def test_a_replacement_may_be_cut_off_at_any_line(tmp_path, cut_off_before):
     def trace(frame, event, _):
         ours = frame.f_code.co_filename == tags.__file__
         lines.pop() if ours and event == "line" else None
@@ -37,6 +38,9 @@ def test_a_replacement_may_be_cut_off_at_any_line(tmp_path):
     for number in range(1, 1000):
         folder, lines = tmp_path / str(number), [None] * number
         save(folder, 1)
+        if cut_off_before:  # between its files and its marker, as versions before wrote them
+            (folder / "step_1").rename(folder / "step_1.replaced")
+            tags.begin(folder, "step_1").rename(folder / "step_1")
         sys.settrace(trace)
         kind, _ = attempt(save, folder, 2, 1, "step_1")
         sys.settrace(None)

@@ -258,7 +258,9 @@ def publish(aside: Path, step: int | None, files: dict[str, Digest], mesh: dict[
     for path in (aside, *(p for p in aside.rglob("*") if p.is_dir())):
         flush(path)
     _check_replaceable(final)
-    if final.exists():
+    if final.exists() and _read(final, tag) is None:
+        shutil.rmtree(final)  # the one that it was to replace still counts
+    elif final.exists():
         if replaced.exists():
             remove(replaced)
         final.rename(replaced)
