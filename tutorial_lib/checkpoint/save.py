@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..backends import mark_step
 from ..parallel_layers import ranks
 from ..parallel_layers.random import get_rng_state
 from ..parallel_layers.utils import ensure_positive
@@ -95,9 +94,15 @@ def save_checkpoint(
     weights, state = ranks.together(
         lambda: (_state_of(model, keep_vars=True), _state_of(optimizer))
     )
-    # On xla a graph that is still pending would run once for every tensor, and the end of a step
+
+    def check_state() -> None:
+        objects.check(weights, "model")
+        objects.check(state, "optimizer")
+        objects.check_finite(weights or {}, "model")  # masters are the weights, to more digits
+
+    # This ends a step: on xla a graph that is still pending would run once for every tensor. That
     # changes the random state, which is therefore read after it.
-    mark_step()
+    ranks.together(check_state)
     small = {"scheduler": _state_of(scheduler), "user_content": user_content}
     small["random_state"] = {"ranks": ranks.gather(get_rng_state())}
     zero1 = zero1_optimizer or "base_state" in (state or {})
@@ -160,9 +165,8 @@ def _files(
     of copies on the host. All that is saved is checked, on every rank.
     """
     place, files = ranks.my_place(), []
-    for name, value in {"model": weights, "optimizer": state, **small}.items():
+    for name, value in small.items():
         objects.check(value, name)
-    objects.check_finite(weights or {}, "model")  # masters are the weights, to more digits
     for part, value, shared in (("model", weights, True), ("optim", state, not zero1)):
         if value is not None and (use_xser or not shared or place.dp == 0):
             name = f"{part}/{layout.shard_name(0 if shared else place.dp, place.tp)}"

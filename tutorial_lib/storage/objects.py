@@ -89,8 +89,8 @@ def check_finite(weights: dict, where: str) -> None:
     """Raises ValueError, with its name, if a floating-point tensor of a state dict is not finite.
     Beside parameters there may be buffers, such as masks, that hold infinities.
 
-    All are looked at in one go, for a device that would be asked once for each, and after the end
-    of a step, for one that would compile what is read before it anew in each run.
+    All are looked at in one go, for a device that would be asked once for each. Every rank calls
+    this, which ends a step: on xla, what is read within one is compiled anew in each run.
     """
     marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in weights.values())
     kind = torch.nn.Parameter if marked else torch.Tensor

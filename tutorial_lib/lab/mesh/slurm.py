@@ -26,18 +26,29 @@ NODE_DOWN = 45.0  # seconds after which SLURM has noticed that a node is gone
 ENDING = 20.0  # seconds that SLURM gets to say why a job ends
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING")
 BATCH_TEMPLATE = """#!/bin/sh
-#SBATCH --job-name={name}
+#SBATCH --job-name={{name}}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks={ranks}
+#SBATCH --ntasks={{ranks}}
 #SBATCH --ntasks-per-node={per_node}
 #SBATCH --cpus-per-task=1
-#SBATCH --output={log}
+#SBATCH --output={{log}}
 #SBATCH --export=ALL
 #SBATCH --no-requeue
 {options}
 # A rank that dies is reported; the others are not killed with it.
-exec srun --kill-on-bad-exit=0 {command}
+exec srun --kill-on-bad-exit=0 {{command}}
 """
+
+
+def batch_file(nodes: int, ranks_per_node: int, options: list[str] = ()) -> str:
+    """The file of a mesh's job; what stands in braces is filled in when it is submitted.
+
+    Args:
+        nodes, ranks_per_node: how many.
+        options: further ones of `sbatch`, such as `["--partition=trn1"]`.
+    """
+    options = "".join(f"#SBATCH {option}\n" for option in options)
+    return BATCH_TEMPLATE.format(nodes=nodes, per_node=ranks_per_node, options=options)
 
 
 def check_slurm() -> None:
@@ -75,7 +86,7 @@ class SlurmRanks(Ranks):
         described = _run("scontrol", "--oneliner", "show", "node", names[0])
         # Of this machine, on the network that it shares with the nodes.
         self.address = address_towards(re.search(r"NodeAddr=(\S+)", described)[1])
-        self._nodes, self._options = nodes, shlex.split(options)
+        self._script = batch_file(nodes, count // nodes, shlex.split(options))
         self._looked_at, self._said = 0.0, None
         self.state, self.reason = "PENDING", "None"
         super().__init__(count, environment)
@@ -91,11 +102,7 @@ class SlurmRanks(Ranks):
         clean = f"head -c1; {cancel}; rm -f {shlex.quote(str(self._job_log))}"
         self._start(["sh", "-c", clean], environment)
         command = shlex.join(nursery.python("worker"))
-        script = BATCH_TEMPLATE.format(
-            name=name, nodes=self._nodes, ranks=count, per_node=count // self._nodes,
-            log=self._job_log, command=command,
-            options="".join(f"#SBATCH {option}\n" for option in self._options),
-        )  # fmt: skip
+        script = self._script.format(name=name, ranks=count, log=self._job_log, command=command)
         printed = _run("sbatch", "--parsable", input=script, env=environment)
         self.job_id = printed.strip().partition(";")[0]
 
