@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.standin import same
 from tests.test_checkpoint_hugging_face import CASES, hugging_face
@@ -15,7 +16,7 @@ from tests.tiny_models import TINY
 from tutorial_lib.checkpoint import save_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.checkpoint.convert import convert
-from tutorial_lib.checkpoint.distributed import read_distributed
+from tutorial_lib.checkpoint.distributed import read_distributed, write_distributed
 from tutorial_lib.models.full_weights import load_full_tensors
 
 # What somebody writes who has never heard of this library.
@@ -64,6 +65,16 @@ def test_there_and_back(ranks, tmp_path, case):
         assert same(before, after)
 
 
+def test_an_enum_as_python_3_11_2_pickles_it(tmp_path, monkeypatch):
+    def by_name(member, _):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    write_distributed({"weight": torch.ones(2)}, tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(read_distributed(tmp_path)["weight"], torch.ones(2))
+
+
 class Hostile:
     def __reduce__(self):
         return os.system, ("touch executed",)
@@ -73,6 +84,7 @@ HOSTILE = {
     "a call": pickle.dumps(Hostile()),
     # an attribute of a known module, which a rule for whole modules would let pass
     "a path": b"\x80\x04\x8c%ctorch.distributed.checkpoint.metadata\x8c\x09os.system\x93." % 37,
+    "a look-up": b"cbuiltins\ngetattr\n(ctorch\nSize\nV__doc__\ntR.",
     "no pickle": b"garbage",
     "another object": pickle.dumps({"weight": 1}),
 }

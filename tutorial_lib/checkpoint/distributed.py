@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from ..storage import check_file
 
@@ -72,7 +76,15 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             return kind
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle an enum
+            return _member
         raise ValueError(f"{METADATA} names {module}.{name}, which does not describe a tensor")
+
+
+def _member(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise ValueError(f"{METADATA} looks {name} up in {kind}, which does not describe a tensor")
+    return kind[name]
 
 
 class _Reader(dcp.FileSystemReader):
