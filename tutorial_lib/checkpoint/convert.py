@@ -3,11 +3,12 @@ programs of PyTorch keep their weights. The tensors are whole, under the names t
 Hugging Face's model, tied ones once.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from .architectures import model_of
 from .distributed import is_distributed, write_distributed
-from .merge import once, whole, write_config
+from .merge import matrices, once, write_config
 from .split import split
 from .tools import check_output, open_checkpoint, progress
 
@@ -51,6 +52,8 @@ def convert(
     write_config(shards, output)
     names, tensors = model_of(shards.metadata["config"]).hugging_face_names, {}
     for name in progress(once(shards), "convert"):
-        theirs = names(name)
-        tensors.update(zip(theirs, whole(shards, name, len(theirs)), strict=True))
+        theirs, layout = names(name), replace(shards.layouts[name], partition=None)
+        full = shards.to(name, shards.weights(name), layout, 0)
+        rows = [shape[0] for shape in matrices(shards.layouts[name], theirs)]
+        tensors.update(zip(theirs, full.split(rows), strict=True))
     write_distributed(tensors, output)

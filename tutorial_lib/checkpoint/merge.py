@@ -3,14 +3,16 @@
 """
 
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from ..storage import write_file, write_text
+from ..storage import replaced_by, reserve, write_text
 from .architectures import model_of
+from .layout import Layout
 from .shards import Shards
 from .tools import check_output, open_checkpoint, progress
 
@@ -47,7 +49,8 @@ def merge(
         target, cls = output / "model.safetensors", model_of(shards.metadata["config"])
         names = {name: cls.published_names(name) for name in once(shards)}
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_file(target, lambda file: _write(shards, names, file))
+    with replaced_by(target) as aside:
+        _write(shards, names, aside)
     if target != output:
         write_config(shards, output)
     return target
@@ -66,33 +69,37 @@ def write_config(shards: Shards, folder: Path) -> None:
     write_text(folder / "config.json", text + "\n")
 
 
-def whole(shards: Shards, name: str, count: int) -> Sequence[torch.Tensor]:
-    """The full tensor of that name, or the `count` matrices that are fused in it."""
-    held, partition = shards.weights(name), shards.layouts[name].partition
-    full = partition.merge(held) if partition else held[0]
-    return full.split(partition.sizes, partition.dim) if count > 1 else [full]
+def matrices(layout: Layout, names: Sequence[str]) -> list[list[int]]:
+    """The shapes of the matrices that are fused, row below row, in a tensor of that layout: one for
+    each of their names.
+    """
+    if len(names) == 1:
+        return [list(layout.shape)]
+    return [[size, *layout.shape[1:]] for size in layout.partition.sizes]
 
 
-def _write(shards: Shards, names: dict[str, tuple[str, ...]], file: BinaryIO) -> None:
+def _write(shards: Shards, names: dict[str, tuple[str, ...]], path: Path) -> None:
     """Writes the tensors in safetensors' format, one after the other: the length of a header, which
     says where each tensor is; the header; their data, the largest elements first, so that each is
-    at a multiple of its element's size.
+    at a multiple of its element's size. They are copied into a mapping of the file, one at a time.
     """
-    layouts, header, at = shards.layouts, {"__metadata__": {"format": "pt"}}, 0
-    order = sorted(names, key=lambda name: -layouts[name].dtype.itemsize)
-    for name in order:
-        shape, dtype, partition = layouts[name].shape, layouts[name].dtype, layouts[name].partition
-        if dtype not in TYPES:
+    header, at, starts = {"__metadata__": {"format": "pt"}}, 0, {}
+    for name in sorted(names, key=lambda name: -shards.layouts[name].dtype.itemsize):
+        layout, starts[name] = shards.layouts[name], at
+        if (dtype := layout.dtype) not in TYPES:
             raise ValueError(f"{name} is {dtype}, which a safetensors file does not hold")
-        for number, theirs in enumerate(names[name]):
-            shape = list(shape)
-            if len(names[name]) > 1:
-                shape[partition.dim] = partition.sizes[number]
+        for theirs, shape in zip(names[name], matrices(layout, names[name]), strict=True):
             start, at = at, at + torch.Size(shape).numel() * dtype.itemsize
             header[theirs] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [start, at]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in progress(order, "merge"):
-        for matrix in whole(shards, name, len(names[name])):
-            file.write(matrix.reshape(-1).view(torch.uint8).numpy())
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    first = path.stat().st_size
+    os.truncate(path, first + at)
+    reserve(path)
+    room = torch.from_file(str(path), shared=True, size=first + at, dtype=torch.uint8)
+    for name, start in progress(starts.items(), "merge"):
+        layout = replace(shards.layouts[name], partition=None)
+        length = layout.local_shape().numel() * layout.dtype.itemsize
+        whole = room[first + start :][:length].view(layout.dtype).view(layout.shape)
+        shards.fill(whole, name, shards.weights(name), layout, 0)

@@ -2,13 +2,18 @@
 masters with it.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from ..parallel_layers.flat_shards import as_rows
 from ..parallel_layers.utils import ensure_positive
-from ..storage.xser import is_xser, spilled
+from ..storage import Digest, sealed
+from ..storage.xser import is_xser, save_blank
 from .architectures import layout_at
 from .layout import Layout, shard_name, to_json
+from .save import write_files
 from .shards import MASTERS, Shards
 from .tools import check_output, mesh_of, open_checkpoint, progress, write_checkpoint
 from .verify import check_small
@@ -51,54 +56,77 @@ def reshard(
     mesh = mesh_of(tp, dp)
     small = ["scheduler.pt", "user_content.pt"] + ["random_state.pt"] * (mesh == before)
 
-    def files(aside: Path) -> Iterator[tuple]:
+    def write(aside: Path) -> dict[str, Digest]:
+        written = {}
         for rank in range(tp):
-            weights = _weights(shards, targets, rank, aside / "room")
-            yield f"model/{shard_name(0, rank)}", weights, xser
+            files = _write_weights(shards, targets, rank, aside, xser)
             if metadata["optimizer"] is not None:
-                states = _states(shards, targets, rank, dp if shards.zero1 else 1, aside / "room")
-                for place, state in enumerate(states):
-                    yield f"optim/{shard_name(place, rank)}", state, xser
+                places = dp if shards.zero1 else 1
+                files += _write_states(shards, targets, rank, places, aside, xser)
+            written |= {str(file.relative_to(aside)): sealed(file) for file in files}
         for name in filter(shards.has, small):
             check_small(shards, name)
-            yield name, shards.object(name)
+            written |= write_files(aside, [(name, shards.object(name))])
+        return written
 
     metadata = {**metadata, "mesh": mesh, "model": to_json(targets)}
-    write_checkpoint(output, shards.checkpoint.step, metadata, files)
+    write_checkpoint(output, shards.checkpoint.step, metadata, write)
 
 
-def _weights(shards: Shards, targets: dict[str, Layout], rank: int, room: Path) -> dict:
-    """The weights of one tensor-parallel rank, each written to `room` and mapped from there."""
+def _write_weights(
+    shards: Shards, targets: dict[str, Layout], rank: int, folder: Path, xser: bool
+) -> list[Path]:
+    """Writes the weights of one tensor-parallel rank, one tensor at a time; their files."""
     first = {name: group[0] for group in shards.metadata["tied"] for name in group}
-    once = {
-        name: spilled(shards.to(name, shards.weights(name), targets[name], rank), room)
-        for name in progress([n for n in targets if first.get(n, n) == n], f"model {rank}")
-    }
-    return {name: once[first.get(name, name)] for name in targets}
+    once = {name: _blank(targets[name]) for name in targets if first.get(name, name) == name}
+    blanks = {name: once[first.get(name, name)] for name in targets}
+    held, files = save_blank(blanks, folder / "model" / shard_name(0, rank), xser)
+    for name in progress(once, f"model {rank}"):
+        shards.fill(held[name], name, shards.weights(name), targets[name], rank)
+    return files
 
 
-def _states(
-    shards: Shards, targets: dict[str, Layout], tp: int, places: int, room: Path
-) -> list[dict]:
-    """The optimizer's state of one tensor-parallel rank, ZeRO-1's for each place, likewise."""
-    states, masters = [{} for _ in range(places)], [{} for _ in range(places)]
+def _write_states(
+    shards: Shards, targets: dict[str, Layout], tp: int, places: int, folder: Path, xser: bool
+) -> list[Path]:
+    """Writes the optimizer's state of a tensor-parallel rank, ZeRO-1's for each place; likewise."""
+    head, states, files = shards.state_head(), [], []
+    shape_info = _shape_info(shards, targets, head, places)
+    for place in range(places):
+        zero1 = {"base_state": {}, "sharding": {"rank": place, "size": places}}
+        own = {"state": {}, "shape_info": shape_info, **zero1} if shards.zero1 else {"state": {}}
+        states.append(head | own)
+    for number, field, value in shards.state():
+        values = [value] * places
+        if isinstance(value, list):
+            whole = _blank(replace(targets[shards.parameters[number]], dtype=value[0][0].dtype))
+            values = as_rows(whole, places) if shards.zero1 else [whole]
+        for state, each in zip(states, values, strict=True):
+            entries, key = _entry(state, number, field)
+            entries[key] = each
+    for place, state in enumerate(states):
+        name = folder / "optim" / shard_name(place, tp)
+        states[place], written = save_blank(state, name, xser)
+        files += written
     found = shards.state_at(targets, tp, places, shards.zero1)
     for number, field, values in progress(found, f"optimizer {tp}"):
-        for place, value in enumerate(spilled(list(values), room)):
-            if field == MASTERS:
-                masters[place][number] = value
-            else:
-                states[place].setdefault(number, {})[field] = value
-    head = shards.state_head()
-    if not shards.zero1:
-        return [head | {"state": states[0]}]
-    head |= {"state": {}, "shape_info": _shape_info(shards, targets, head, places)}
-    return [
-        head
-        | {"base_state": states[place], "sharding": {"rank": place, "size": places}}
-        | ({MASTERS: masters[place]} if masters[place] else {})
-        for place in range(places)
-    ]
+        for state, value in zip(states, values, strict=True):
+            entries, key = _entry(state, number, field)
+            if isinstance(entries[key], torch.Tensor):
+                entries[key].copy_(value)
+    return files
+
+
+def _blank(layout: Layout) -> torch.Tensor:
+    return torch.empty(layout.local_shape(), dtype=layout.dtype, device="meta")
+
+
+def _entry(state: dict, number: int, field: str) -> tuple[dict, int | str]:
+    """Where a state dict has what an optimizer keeps for a parameter."""
+    if field == MASTERS:
+        return state.setdefault(MASTERS, {}), number
+    kept = state["base_state" if "base_state" in state else "state"]
+    return kept.setdefault(number, {}), field
 
 
 def _shape_info(shards: Shards, targets: dict[str, Layout], head: dict, places: int) -> dict:

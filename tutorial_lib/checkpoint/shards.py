@@ -194,20 +194,25 @@ class Shards:
         Args:
             shards: of the weight of that name, or of its optimizer state.
         """
-        source = self.layouts[name].partition
-        if source is None or target.partition is None:
-            return source.merge(shards) if source else shards[0]
-        if source == target.partition:
-            return shards[rank]
-        result, dim = shards[0].new_zeros(target.local_shape()), source.dim
-        for start, to, length in target.partition.pieces(rank):
+        result = shards[0].new_zeros(target.local_shape())
+        self.fill(result, name, shards, target, rank)
+        return result
+
+    def fill(
+        self, result: torch.Tensor, name: str, shards: list[torch.Tensor], target: Layout, rank: int
+    ) -> None:
+        """As `to`, into a tensor of that shape, whose padding is zero."""
+        if (source := self.layouts[name].partition) is None:
+            result.copy_(shards[0])
+            return
+        whole = [(0, 0, target.shape[source.dim])]
+        for start, to, length in target.partition.pieces(rank) if target.partition else whole:
             for number, shard in enumerate(shards):
                 for first, at, size in source.pieces(number):
                     low, high = max(start, first), min(start + length, first + size)
                     if low < high:
-                        found = shard.narrow(dim, at + low - first, high - low)
-                        result.narrow(dim, to + low - start, high - low).copy_(found)
-        return result
+                        found = shard.narrow(source.dim, at + low - first, high - low)
+                        result.narrow(source.dim, to + low - start, high - low).copy_(found)
 
     # --- the optimizer ----------------------------------------------------------------------------
 

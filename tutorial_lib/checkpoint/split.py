@@ -17,6 +17,7 @@ from ..storage.xser import load
 from .architectures import describe_model, model_of, read_config
 from .distributed import is_distributed, read_distributed
 from .layout import shard_name, to_json
+from .save import write_files
 from .tools import check_output, mesh_of, write_checkpoint
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, or its index
@@ -105,7 +106,7 @@ def split(
         whole = fused(model, name, partition, layouts[name].shape, tensors)
         return whole if partition is None else partition.shard(whole, rank)
 
-    def files(aside: Path) -> Iterator[tuple]:
+    def files() -> Iterator[tuple]:
         for rank in range(tp):
             once = {name: shard(name, rank) for name in layouts if first.get(name, name) == name}
             weights = {name: once[first.get(name, name)] for name in layouts}
@@ -113,4 +114,4 @@ def split(
 
     metadata = {"mesh": mesh_of(tp, 1), "architecture": model.__name__, "config": settings}
     metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
-    write_checkpoint(output, None, metadata, files)
+    write_checkpoint(output, None, metadata, lambda aside: write_files(aside, files()))

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
+from ..storage import Digest
 from . import tags
 from .architectures import describe_model, model_of, read_config
 from .layout import write_metadata
-from .save import write_files
 from .shard_files import LOW_LEVEL, ranks_of
 from .shards import Shards
 from .verify import publish
@@ -77,9 +77,9 @@ def check_output(output: str | Path, *inputs: str | Path) -> Path:
 
 
 def write_checkpoint(
-    output: Path, step: int | None, metadata: dict, files: Callable[[Path], Iterable[tuple]]
+    output: Path, step: int | None, metadata: dict, write: Callable[[Path], dict[str, Digest]]
 ) -> None:
-    """Writes the checkpoint `output`, of what `files(folder)` gives as `save.write_files` takes it.
+    """Writes the checkpoint `output`, whose files `write(folder)` writes; it returns their digests.
 
     Raises:
         ValueError: `verify` would not find it sound; with the first problem.
@@ -89,7 +89,7 @@ def write_checkpoint(
         output.rmdir()  # `check_output` has seen that it is empty
     try:
         aside = tags.begin(output.parent, tag)
-        written = write_metadata(aside, metadata) | write_files(aside, files(aside))
+        written = write_metadata(aside, metadata) | write(aside)
         publish(aside, step, written, metadata["mesh"])
     except BaseException:
         shutil.rmtree(output.with_name(tag + tags.INCOMPLETE), ignore_errors=True)

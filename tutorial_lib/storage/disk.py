@@ -101,6 +101,24 @@ def flush(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def reserve(path: str | Path) -> None:
+    """Gives a file with holes its room on the disk: a full one is an error then, and not a signal
+    when a hole is written to through a mapping.
+
+    Raises:
+        OSError: the disk is full, with the path.
+    """
+    with reported(path), open(path, "rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+
+
+def sealed(path: str | Path) -> Digest:
+    """Flushes a file that is written where it stays; returns its digest."""
+    with reported(path):
+        flush(path)
+        return digest_of(path)
+
+
 def put_in_place(aside: str | Path, path: str | Path) -> None:
     """Flushes a file or a folder and gives it its name."""
     flush(aside)

@@ -7,15 +7,17 @@ No file is trusted: tensors and plain data are loaded, and a file that is missin
 code is named.
 """
 
+import mmap
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from .disk import Digest, check_file, reported, write_file
+from .disk import Digest, check_file, reported, reserve, write_file
 from .objects import NUMPY_KINDS, check_tensor, identity, map_tensors, to_host
 
 Digests = dict[Path, Digest]
@@ -76,17 +78,31 @@ def write_object(value, path: str | Path, pickle_module=pickle) -> Digest:
     return write_file(path, lambda file: torch.save(value, file, pickle_module))
 
 
-def save(value, path: str | Path, xser: bool = False, place: int = 0, places: int = 1) -> Digests:
+def _write_blank(value, path: Path, pickle_module=pickle) -> None:
+    with reported(path), torch.serialization.skip_data(), open(path, "wb") as file:
+        torch.save(value, file, pickle_module)
+    reserve(path)
+
+
+def save(
+    value,
+    path: str | Path,
+    xser: bool = False,
+    place: int = 0,
+    places: int = 1,
+    write: Callable = write_object,
+) -> Digests:
     """Writes `value` into one file, or tensor by tensor.
 
     Args:
         place, places: this rank's place among ranks that hold the same value. They share the
             tensors of xser; the first writes the rest.
+        write: writes an object into one file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not xser:
-        return {path: write_object(to_host(value), path)}
+        return {path: write(to_host(value), path)}
     unique: dict[object, torch.Tensor] = {}
     numbers: dict[object, int] = {}
 
@@ -99,27 +115,44 @@ def save(value, path: str | Path, xser: bool = False, place: int = 0, places: in
     written = {}
     for tid, tensor in list(enumerate(unique.values()))[place::places]:
         file = tensor_file(path, tid)
-        written[file] = write_object(to_host(tensor), file)
+        written[file] = write(to_host(tensor), file)
     if place == 0:
         info = {
             tid: {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
             for tid, tensor in enumerate(unique.values())
         }
-        written[info_file(path)] = write_object(info, info_file(path))
-        written[path] = write_object(skeleton, path, REFERENCE_PICKLE)
+        written[info_file(path)] = write(info, info_file(path))
+        written[path] = write(skeleton, path, REFERENCE_PICKLE)
     return written
 
 
-def spilled(value, path: Path):
-    """`value` with tensors that are mapped from a file: they take no memory that could not be
-    reclaimed. The file is `path` until it is mapped, and then has no name.
+def save_blank(value, path: str | Path, xser: bool = False) -> tuple[object, list[Path]]:
+    """As `save`, but the elements of tensors on the meta device are yet to be filled in.
+
+    Returns:
+        `value` with tensors that are mapped from the files, and write through to them: they take no
+        memory that could not be reclaimed. And the files, whose digests are to be taken once they
+        are full. (Their archives do not have the right CRCs, at which torch does not look.)
     """
-    with reported(path):
-        with open(path, "wb") as file:
-            torch.save(to_host(value), file)
-        result = load(path, mmap=True)
-        path.unlink()
-    return result
+    blanks: dict[int, torch.Tensor] = {}
+    given: list[torch.Tensor] = []
+    held: list[torch.Tensor] = []
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        given.append(tensor)
+        if not tensor.is_meta:
+            return tensor
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # without memory yet
+        return blanks.setdefault(id(tensor), blank)
+
+    files = list(save(map_tensors(value, lay_out), path, xser, write=_write_blank))
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = load(path, mmap=True)
+    map_tensors(mapped, held.append)
+    for there, tensor in zip(held, given, strict=True):
+        if not tensor.is_meta:
+            there.copy_(tensor)
+    return mapped, files
 
 
 # --- reading --------------------------------------------------------------------------------------
