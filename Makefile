@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two files at a time: most of their time a test's processes start, or wait for one another.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# The limit is that of a cell: a whole notebook may take longer than a test.
+NOTEBOOKS := IPP_NONINTERACTIVE=1 $(PYTEST) --timeout=900 --nbmake --nbmake-timeout=180 notebooks
 
 .PHONY: help environment tutorials test test-full test-grid lab notebooks check instance clean
 
@@ -33,11 +35,11 @@ tutorials: $(READY)            ## every notebook, executed into build/executed/ 
 
 test: $(READY)                 ## what a user runs: unit and multi-rank tests, every notebook once
 	$(PYTEST) -m "not slow and not grid" tests
-	IPP_NONINTERACTIVE=1 $(PYTEST) --nbmake --nbmake-timeout=180 notebooks
+	$(NOTEBOOKS)
 
 test-full: $(READY)            ## the whole: what `make test` does, then the slower rest
 	$(PYTEST) -m "not grid" tests
-	IPP_NONINTERACTIVE=1 $(PYTEST) --nbmake --nbmake-timeout=180 notebooks
+	$(NOTEBOOKS)
 
 test-grid: $(READY)            ## every combination of the models, more notebooks, a hundred kills
 	$(PYTEST) -m grid tests
