@@ -108,8 +108,9 @@ def reserve(path: str | Path) -> None:
     Raises:
         OSError: the disk is full, with the path.
     """
-    with reported(path), open(path, "rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with reported(path), open(path, "rb+") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def sealed(path: str | Path) -> Digest:
