@@ -70,12 +70,6 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch):
         Mesh(4, launcher="slurm", nodes=2)
 
 
-def test_close_before_start_does_nothing():
-    mesh = Mesh(2)
-    mesh.close()
-    mesh.close()
-
-
 # ---- what is shown ----
 
 
@@ -363,15 +357,6 @@ def test_set_up_twice_then_close_leaves_nothing(notebook):
 # ---- the kernel's end, and other runners ----
 
 
-def _command(*command: str, within: float) -> subprocess.CompletedProcess:
-    environment = os.environ | {"IPP_NONINTERACTIVE": "1"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=within, env=environment
-    )
-    result.said = result.stdout + result.stderr
-    return result
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "busy", ["import time; time.sleep(300)", "%px dist.all_reduce(x) if rank else time.sleep(300)"]
@@ -426,20 +411,11 @@ def test_papermill_fails_and_leaves_nothing_where_the_host_name_does_not_resolve
     renamed += ['hostname no.such.host.invalid && exec "$@"', "sh"]
     if shutil.which("unshare") and not subprocess.run([*renamed, "true"]).returncode:
         command = [*renamed, *command]  # else this user may not rename the host in a namespace
-    run = _command(*command, within=150)
-    assert run.returncode != 0 and said in run.said, run.said
+    environment = os.environ | {"IPP_NONINTERACTIVE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert run.returncode != 0 and said in run.stdout + run.stderr, run
     pids = ast.literal_eval((tmp_path / "pids").read_text())
     wait_for(lambda: not any(map(psutil.pid_exists, pids)), 10, "the end of the ranks")
-
-
-@pytest.mark.slow
-def test_nbmake_fails_when_one_rank_fails(tmp_path):
-    good = write(tmp_path / "good.ipynb", SETUP, "%px assert rank < 4", "mesh.close()")
-    bad = write(tmp_path / "bad.ipynb", SETUP, "%px assert rank != 2, 'rank two'", "mesh.close()")
-    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--nbmake"]
-    run = _command(sys.executable, "-m", "pytest", *options, good, bad, within=150)
-    assert run.returncode == 1 and "1 failed, 1 passed" in run.said
-    assert "RankError: rank 2: AssertionError: rank two" in run.said
 
 
 def test_ranks_that_no_fork_made_alike_draw_the_same_numbers(monkeypatch):
