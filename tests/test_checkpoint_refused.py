@@ -446,12 +446,11 @@ DEEP = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."  # a pickle of lists 
 
 
 HOSTILE = {
-    "done is a device": replaced("done", link_to_device),
-    "done is a pipe": replaced("done", os.mkfifo),
-    "begun is a device": replaced("checkpoint", link_to_device),
-    "metadata is a device": replaced("metadata.json", link_to_device),
-    "a shard is a device": replaced(MODEL, link_to_device),
-    "a shard is a pipe": replaced(MODEL, os.mkfifo),
+    **{
+        f"{name} is no file: {make.__name__}": replaced(name, make)
+        for name in ("done", "checkpoint", "metadata.json", MODEL)
+        for make in (link_to_device, os.mkfifo)
+    },
     **{f"{axis} {n}": size(axis, n) for axis in ("tp", "pp") for n in (10**9, 0, -3, "2", 2.0)},
     "a file outside": lambda folder: edit(
         folder / "done",
@@ -464,17 +463,12 @@ HOSTILE = {
     "no optimizer": metadata(lambda found: found.pop("optimizer")),
     "a configuration of 5": metadata(lambda found: found.update(config=5)),
     "a dtype that is a module": layout("norm", dtype="nn"),
+    **{f"a shape of {size}": layout("norm", shape=[size]) for size in (10**15, -4, "4")},
     "sizes of 10¹⁵": partition(sizes=[10**15]),
-    "a full shape of 10¹⁵": layout("norm", shape=[10**15]),
-    "a shape below zero": layout("norm", shape=[-4]),
-    "a shape of words": layout("norm", shape=["4"]),
     "dim 7": partition(dim=7),
     "parts 10⁹": partition(parts=10**9),
     "no replicas": partition(replicas=[0]),
-    "tied to nothing": tied([["embed", "nowhere"]]),
-    "tied is a word": tied(["embed"]),
-    "tied to a number": tied([[1, 2]]),
-    "tied and empty": tied([[]]),
+    **{f"tied: {one}": tied([one]) for one in (["embed", "nowhere"], "embed", [1, 2], [])},
     "a list": weights(lambda value: list(value.values())),
     "numbers for names": weights(lambda value: dict(enumerate(value.values()))),
     "another tensor": weights(lambda value: {**value, "more": torch.ones(1)}),

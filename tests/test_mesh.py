@@ -335,6 +335,12 @@ def test_starts_and_closes_leave_no_descriptors_threads_or_orphans(notebook):
     assert not left
 
 
+def test_a_cell_that_is_meant_to_fail_prints_its_error(notebook):
+    said = notebook.run("%%px --fails --rank 1\nraise ValueError(3)")
+    assert said.startswith("RankError: rank 1: ValueError: 3\n")
+    assert "meant to fail" in notebook.fail("%%px --fails\n1", 5)
+
+
 def test_wrong_use_of_px_fails_the_cell(notebook):
     for line, said in (("--rank 4", "rank 4"), ("--rank x", "'x'"), ("--noblock", "--noblock")):
         with pytest.raises(CellExecutionError, match=said):
@@ -351,7 +357,8 @@ def test_set_up_twice_then_close_leaves_nothing(notebook):
     assert len(second.processes) == 5
     notebook.run("mesh.close()\nmesh.close()")
     second.assert_gone(within=1)
-    assert notebook.fail("%px 1", 5) == "MeshError: no ranks are up: call mesh.start()"
+    for cell in ("%px 1", "%%px --fails\n1"):
+        assert notebook.fail(cell, 5) == "MeshError: no ranks are up: call mesh.start()"
 
 
 # ---- the kernel's end, and other runners ----

@@ -12,7 +12,6 @@ import sys
 
 import nbformat
 import pytest
-from papermill.cli import _resolve_type
 
 from notebooks import run
 from tutorial_lib.lab import show
@@ -95,18 +94,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(path):
         with pytest.raises(ValueError) as caught:
             notebook.check(**parameters)
         assert all(str(number) in str(caught.value) for number in numbers), caught.value
-
-
-@pytest.mark.parametrize(
-    "word, value", [("True", True), ("False", False), ("true", None), ("false", None), ("0", None)]
-)
-def test_words_of_papermill_for_a_switch(word, value):
-    notebook = Beginning(run.select(["02"])[0])
-    if value is None:
-        with pytest.raises(ValueError, match="shard_mlp .* is not True or False"):
-            notebook.check(shard_mlp=_resolve_type(word))
-    else:
-        assert notebook.check(shard_mlp=_resolve_type(word))["shard_mlp"] is value
 
 
 def test_an_integer_for_a_fraction_becomes_one():
