@@ -73,6 +73,11 @@ class Notebook:
         threading.Timer(seconds, self.kernel.send_signal, [signal.SIGINT]).start()
 
 
+def _listening(process: psutil.Process) -> set[int]:
+    found = process.net_connections("tcp")
+    return {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN}
+
+
 class Traces:
     """The processes below a kernel, their listening ports and their files in /dev/shm, to be looked
     for later.
@@ -80,11 +85,8 @@ class Traces:
 
     def __init__(self, kernel: psutil.Process):
         self.processes = kernel.children(recursive=True)
-        connections = [c for p in [kernel, *self.processes] for c in p.net_connections("tcp")]
-        self.ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-        self._kernel_ports = {
-            c.laddr.port for c in kernel.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-        }
+        self._kernel_ports, *others = map(_listening, [kernel, *self.processes])
+        self.ports = self._kernel_ports.union(*others)
         self.mine = {str(p.pid) for p in self.processes}
 
     def assert_gone(self, within: float, ports: bool = True, kernel_too: bool = False) -> None:
@@ -97,9 +99,8 @@ class Traces:
         """
         _, alive = psutil.wait_procs(self.processes, timeout=within)
         assert not alive, [(p.pid, p.cmdline()) for p in alive]
-        for port in (
-            (self.ports if kernel_too else self.ports - self._kernel_ports) if ports else ()
-        ):
+        closed = self.ports if kernel_too else self.ports - self._kernel_ports
+        for port in closed if ports else ():
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -108,14 +109,10 @@ class Traces:
             assert not left
 
 
-def write(path, *cells: str, metadata: dict | None = None) -> str:
+def write(path, *cells: str) -> str:
     """Writes a notebook of these cells and returns its path."""
-    notebook = new_notebook(cells=[new_code_cell(c) for c in cells], metadata=metadata or {})
-    notebook.metadata.kernelspec = {
-        "name": "python3",
-        "display_name": "Python 3",
-        "language": "python",
-    }
+    notebook = new_notebook(cells=[new_code_cell(c) for c in cells])
+    notebook.metadata.kernelspec = dict(name="python3", display_name="", language="python")
     nbformat.write(notebook, path)
     return str(path)
 

@@ -24,16 +24,10 @@ from tutorial_lib.parallel_layers.sharded_module import materialize
 from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.parallel_layers.utils import padding_of
 
-from .parity import assert_messages, whole
+from .parity import assert_messages, noise, whole
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SIZES = [1, 2, 4]
-
-
-def noise(*shape, seed=1, dtype=torch.float64):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 def part(full, dim, partition=None):
