@@ -48,20 +48,18 @@ class Notebook:
             self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
         finally:
             self.outputs = cell.outputs
-        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), (
-            cell.outputs
-        )
-        return "".join(o.text for o in cell.outputs)
+        assert all(o.get("name") == "stdout" for o in cell.outputs), cell.outputs
+        return printed(cell.outputs)
 
     def fail(self, source: str, within: float) -> str:
         """Runs a cell that has to fail within that many seconds, and returns the error as shown."""
         began = time.monotonic()
         try:
-            printed = self.run(source)
+            said = self.run(source)
         except CellExecutionError:
             took = time.monotonic() - began
         else:
-            raise AssertionError(f"the cell did not fail; it printed {printed!r}")
+            raise AssertionError(f"the cell did not fail; it printed {said!r}")
         assert took < within, f"the cell took {took:.1f} s to fail, not {within} s at most"
         (error,) = (o for o in self.outputs if o.output_type == "error")
         text = "\n".join(error.traceback)
@@ -71,6 +69,11 @@ class Notebook:
     def interrupt_after(self, seconds: float) -> None:
         """What the stop button does, a while from now."""
         threading.Timer(seconds, self.kernel.send_signal, [signal.SIGINT]).start()
+
+
+def printed(outputs) -> str:
+    """What cells wrote to stdout and stderr."""
+    return "".join(o.text for o in outputs if o.output_type == "stream")
 
 
 def _listening(process: psutil.Process) -> set[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.notebook import Notebook, Traces
+from tests.notebook import Notebook, Traces, code_cells, printed
 from tests.notebook_cases import QUICK
 from tests.test_notebooks import execute, metrics
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
@@ -124,8 +124,8 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
     one_notebook.run("mesh = Mesh(world_size=4, tp_size=2)\nmesh.start()")
     one_notebook.run(TRAIN)
     local = one_notebook.run("print(mesh.gather('losses'))")
-    printed = one_notebook.run(ON_NODES)
-    assert printed.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
+    said = one_notebook.run(ON_NODES)
+    assert said.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
     names = "[os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'SLURMD_NODENAME')]"
     one_notebook.run("%%px\nimport os")
     places = [["0", "0", "0", "n1"], ["1", "1", "0", "n1"], ["2", "0", "1", "n2"]]
@@ -189,9 +189,7 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     later = 'slurm_options="--begin=now+1hour"'
     one_notebook.run(f'mesh = Mesh(4, launcher="slurm", nodes=2, {later})')
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
-    assert "is pending: BeginTime" in "".join(
-        o.text for o in one_notebook.outputs if o.output_type == "stream"
-    )
+    assert "is pending: BeginTime" in printed(one_notebook.outputs)
     _assert_gone(cluster)
 
 
@@ -300,10 +298,8 @@ def in_cluster(cluster, monkeypatch):
 def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name, tmp_path):
     _, local = execute(name, tmp_path, NOTEBOOKS[name])
     ran, found = execute(name, tmp_path, NOTEBOOKS[name] | ON_TWO_NODES)
-    printed = "".join(
-        o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"
-    )
-    assert "ranks on 2 nodes" in printed
+    shown = [printed(cell.outputs) for cell in code_cells(ran)]
+    assert any("ranks on 2 nodes" in text for text in shown)
     assert found["claims"] and all(claim["passed"] for claim in found["claims"])
     names = [[claim["name"] for claim in one["claims"]] for one in (found, local)]
     assert names[0] == names[1]
