@@ -121,31 +121,29 @@ def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command):
     assert run_tool(command, tmp_path) == 0
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_disk_that_fails_while_it_is_flushed(ranks, tmp_path, capsys, monkeypatch, command):
+def fail_to_flush(_):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def fail_to_mark(path, text):
+    if path.name == tags.DONE:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "command, module, name, fail, said",
+    [(command, os, "fsync", fail_to_flush, "output error: '{}/out/x") for command in COMMANDS]
+    + [("reshard", tags, "write_text", fail_to_mark, "{}/out/x.incomplete/done")],
+)
+def test_a_disk_that_fails_in_the_end(
+    ranks, tmp_path, capsys, monkeypatch, command, module, name, fail, said
+):
     ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
-
-    def fail(_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(module, name, fail)
     assert run_tool(command, tmp_path) == 1
-    assert f"Input/output error: '{tmp_path}/out/x" in capsys.readouterr().err
+    assert said.format(tmp_path) in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []
-
-
-def test_a_marker_that_cannot_be_written_leaves_nothing(ranks, tmp_path, capsys, monkeypatch):
-    ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
-    write = tags.write_text
-
-    def fail(path, text):
-        if path.name == tags.DONE:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, text)
-
-    monkeypatch.setattr(tags, "write_text", fail)
-    assert run_tool("reshard", tmp_path) == 1
-    assert "out/x.incomplete/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("tag", ["ü 1", "-x", "step_1.part", "%s{}", 7])

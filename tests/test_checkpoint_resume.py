@@ -77,9 +77,7 @@ def never_stopped(folder, kind, zero, use_xser=False, async_save=False, full=Fal
 
     def on_step(step):
         if step.step == SAVED_AT:
-            assert run.sampler.epoch > 0 and run.sampler.offset > 0, (
-                "it stops in the middle of an epoch"
-            )
+            assert run.sampler.epoch > 0 and run.sampler.offset > 0, "not in the middle of an epoch"
             content = {"global_step": step.step, "data": run.sampler.state_dict()}
             saves = dict(use_xser=use_xser, async_save=async_save)
             save_checkpoint(folder, f"step_{step.step}", *run.all, content, **saves)

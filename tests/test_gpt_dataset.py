@@ -46,11 +46,10 @@ def test_golden_vector():
     assert [array.dtype for array in indices] == [np.int32, np.int32, np.uint32]
 
 
-@pytest.mark.parametrize("block", [1, 3, 1 << 20])
 @pytest.mark.parametrize("seed", range(20))
-def test_indices_equal_those_of_megatron_core(monkeypatch, seed, block):
+def test_indices_equal_those_of_megatron_core(monkeypatch, seed):
     _, gpt, helpers = import_megatron()
-    monkeypatch.setattr(gpt_index, "DOCUMENTS", block)
+    monkeypatch.setattr(gpt_index, "DOCUMENTS", (1, 3, 1 << 20)[seed % 3])
     rng = np.random.default_rng(seed)
     lengths, first = random_lengths(rng.integers(1, 30), seed, 0), int(rng.integers(5))
     lengths[rng.integers(len(lengths))] += 2 + 48 * (seed % 2)  # one longer than many samples

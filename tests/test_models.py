@@ -27,7 +27,6 @@ from .parity import (
 from .tiny_models import SHARDED, TINY
 
 RECIPE = dict(steps=4, lr=1e-2, max_norm=0.5)
-CAUSAL = ["gpt2", "gpt_neox", "llama"]
 
 
 def config(name: str, **changes):
@@ -305,21 +304,6 @@ def forgetful(name, remember: bool):
 def test_what_sees_a_chunk_drifts_if_its_gradients_are_not_summed(ranks, name, shares):
     assert len(ranks(forgetful, name, False, world_size=2, tp=2)[0]) == shares
     assert ranks(forgetful, name, True, world_size=2, tp=2) == [[], []]
-
-
-def counted(name):
-    model = TINY[name].build(config(name)).eval()
-    batch = micro_batch(name, "whole", 0)
-    counts = model.count_targets(batch)
-    with torch.no_grad():
-        alone, given = model(**batch), model(**batch, num_items_in_batch=counts)
-    assert alone.loss == given.loss
-    return counts.tolist()
-
-
-@pytest.mark.parametrize("name, targets", [*((n, 29) for n in CAUSAL), ("bert", [3, 2])])
-def test_a_batch_is_by_default_the_whole_batch(ranks, name, targets):
-    assert ranks(counted, name, world_size=1) == [targets]
 
 
 def test_published_counts_and_paddings():

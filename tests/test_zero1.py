@@ -34,9 +34,8 @@ class Odd(nn.Module):
         shapes |= dict(frozen=(4,), unused=(2,))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
-        self.sharded = nn.Parameter(
-            (0.1 * torch.randn(4, 6))[2 * TP() : 2 * TP() + 2].to(dtype).clone()
-        )
+        rows = slice(2 * TP(), 2 * TP() + 2)
+        self.sharded = nn.Parameter((0.1 * torch.randn(4, 6))[rows].to(dtype).clone())
         set_tensor_model_parallel_attributes(self.sharded, True, 0, 1)
         self.frozen.requires_grad_(False)
 
@@ -66,10 +65,8 @@ def train(optimizer_class, zero, clip, steps=8, dtype=torch.float32, cap_mb=1.0,
     model = move_model_to_device(model, xm.xla_device())
     if zero:
         options |= {"grad_clipping": clip is not None, "max_norm": clip, **defaults}
-        tp_groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
-        optimizer = NeuronZero1Optimizer(
-            model.groups(), optimizer_class, grad_norm_groups=tp_groups, **options
-        )
+        options["grad_norm_groups"] = parallel_state.get_tensor_model_parallel_group(as_list=True)
+        optimizer = NeuronZero1Optimizer(model.groups(), optimizer_class, **options)
     else:
         optimizer = optimizer_class(model.groups(), **defaults)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

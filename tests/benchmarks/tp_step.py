@@ -17,9 +17,9 @@ from contextlib import nullcontext
 
 import torch
 import transformers
-from torch.nn import functional as F
 
 from tests.benchmarks.command import parser
+from tests.parity import hugging_face_loss
 from tests.pool import RankPool
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.models.llama2 import LlamaForCausalLM
@@ -31,16 +31,6 @@ CONFIG = transformers.LlamaConfig(
 BATCH, SEQUENCE, TP = 4, 256, 2
 # Between the losses of the contestants after up to some dozen steps of AdamW in float32.
 TOLERANCE = 1e-4
-
-
-def our_loss(model, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids, labels=ids).loss
-
-
-def their_loss(model, ids: torch.Tensor) -> torch.Tensor:
-    targets = F.pad(ids[:, 1:], (0, 1), value=-100).flatten()
-    losses = F.cross_entropy(model(ids).logits.flatten(0, 1), targets, reduction="sum")
-    return losses / (targets != -100).sum()
 
 
 def pytorchs_model() -> transformers.LlamaForCausalLM:
@@ -77,10 +67,13 @@ def prepare(name: str, threads: int) -> None:
     if name == "PyTorch TP":
         from torch.distributed.tensor.parallel import loss_parallel as around
 
-        model, loss_of = pytorchs_model(), their_loss
+        model, loss_of = pytorchs_model(), hugging_face_loss
     else:
-        model, loss_of = LlamaForCausalLM(CONFIG, use_flash_attention=True), our_loss
-        around = nullcontext
+        model, around = LlamaForCausalLM(CONFIG, use_flash_attention=True), nullcontext
+
+        def loss_of(model, batch):
+            return model(**batch).loss
+
     # PyTorch's fused AdamW takes sharded and plain parameters only apart.
     matrices, vectors = (
         [p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False)
@@ -91,7 +84,7 @@ def prepare(name: str, threads: int) -> None:
         generator = torch.Generator().manual_seed(number)
         with around():
             ids = torch.randint(CONFIG.vocab_size, (BATCH, SEQUENCE), generator=generator)
-            loss = loss_of(model, ids)
+            loss = loss_of(model, {"input_ids": ids, "labels": ids})
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
