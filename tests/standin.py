@@ -27,12 +27,11 @@ def full_weights(dtype=torch.float32, vocabulary: int = V) -> dict[str, torch.Te
         "embed": (vocabulary, H), "norm": (H,), "gate_up": (2 * F, H),
         "down": (H, F), "qkv": (8, H), "scale": (1,),
     }  # fmt: skip
-    return {
-        name: (
-            torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) / 64 + i
-        ).to(dtype)
-        for i, (name, shape) in enumerate(shapes.items())
+    counted = {
+        name: torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+        for name, shape in shapes.items()
     }
+    return {name: (t / 64 + i).to(dtype) for i, (name, t) in enumerate(counted.items())}
 
 
 class Standin(nn.Module):

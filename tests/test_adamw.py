@@ -41,8 +41,7 @@ def test_equals_the_formula_step_by_step(correct_bias):
 
 
 @pytest.mark.parametrize(
-    "dtype, wide",
-    [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2],
+    "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
 )
 def test_state_is_wide_and_survives_a_load(dtype, wide):
     def make(p):

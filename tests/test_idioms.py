@@ -247,10 +247,7 @@ def stepped_twice(model, optimizer, kept, step):
 def train(name, zero, dtype):
     when, act = IDIOMS[name]
     model, kept = Model().to(dtype), {}
-    groups = [
-        {"params": list(model.a.parameters())},
-        {"params": [model.b.weight], "lr": 0.25},
-    ]
+    groups = [{"params": list(model.a.parameters())}, {"params": [model.b.weight], "lr": 0.25}]
     options = {"lr": 0.5, "momentum": 0.5}
     if zero:
         config = neuronx_distributed_config(

@@ -105,16 +105,12 @@ def test_an_integer_for_a_fraction_becomes_one():
 def test_in_ipython_the_cell_itself_is_read_and_unknown_parameters_are_refused():
     """Python 3.14 keeps the annotation of the last statement that IPython ran."""
     declaration = 'steps: int = 2  # how many\noutput_dir: str = "out"  # where'
-    namespace = {
-        "steps": 3,
-        "output_dir": "out",
-        "In": ["", declaration, "# Parameters\nsteps = 3\n"],
-    }
+    shell = ["", declaration, "# Parameters\nsteps = 3\n"]
+    namespace = {"steps": 3, "output_dir": "out", "In": shell}
     assert check_parameters(namespace) == {"steps": 3, "output_dir": "out"}
     namespace["In"].append('# Parameters\nsteps = 3\nstep = "x"\n')
-    with pytest.raises(
-        ValueError, match="no parameter is called step; there are steps, output_dir"
-    ):
+    said = "no parameter is called step; there are steps, output_dir"
+    with pytest.raises(ValueError, match=said):
         check_parameters(namespace)
 
 

@@ -37,9 +37,8 @@ def execute(nb_or_name, tmp_path, parameters):
         path = run.FOLDER / f"{nb_or_name}.ipynb"
     else:
         nbformat.write(nb_or_name, path)
-    nb = run.execute(
-        path, tmp_path / "out.ipynb", {**parameters, "output_dir": str(tmp_path / "out")}
-    )
+    parameters = parameters | {"output_dir": str(tmp_path / "out")}
+    nb = run.execute(path, tmp_path / "out.ipynb", parameters)
     return nb, json.loads((tmp_path / "out" / "results.json").read_text())
 
 

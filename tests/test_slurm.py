@@ -142,9 +142,8 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
     )
     threading.Timer(3, cluster.kill_node, ["n2"]).start()
     text = one_notebook.fail("%%px\nrun.train(0, lambda step: time.sleep(2))", within=60)
-    assert re.search(
-        r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown", text
-    ), text
+    ended = r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown"
+    assert re.search(ended, text), text
     assert "mesh.restart() starts new ranks." in text
     one_notebook.run("mesh.close()")
     cluster.start_node("n2")

@@ -282,9 +282,8 @@ def test_the_graphs_of_a_training_are_compiled_once(ranks, tmp_path):
 def boundary_before_backward():
     torch_xla, xm, _ = _xla()
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 4)
-    )
+    middle = nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.0)
+    model = nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 4))
     x, grads = torch.arange(12.0).reshape(3, 4), []
     for device in ("cpu", "xla"):
         model.to(device).zero_grad()

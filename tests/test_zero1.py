@@ -280,8 +280,7 @@ def loaded_badly(what):
 
 
 @pytest.mark.parametrize(
-    "what, message",
-    [("size", ["of 8", "of 2"]), ("one", ["parameter 0 has shape [5]", "[6]"])],
+    "what, message", [("size", ["of 8", "of 2"]), ("one", ["parameter 0 has shape [5]", "[6]"])]
 )
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks(ranks, what, message):
     refused(ranks, ValueError, message, loaded_badly, what, tp=1)

@@ -35,12 +35,8 @@ def test_order_dtype_and_labels_of_a_sample(make_shard):
     [([2, 5, 7], {2: 70, 5: 71, 7: 72}), ([0, 5, 7], {}), ([2, 0, 7], {2: 70})],
 )
 def test_the_first_zero_ends_the_labels(make_shard, positions, expected):
-    path = make_shard(
-        "a.hdf5",
-        1,
-        masked_lm_positions=np.array([positions], dtype="i4"),
-        masked_lm_ids=np.array([[70, 71, 72]], dtype="i4"),
-    )
+    masked = dict(masked_lm_positions=[positions], masked_lm_ids=[[70, 71, 72]])
+    path = make_shard("a.hdf5", 1, **masked)
     labels = PretrainingDataset(path)[0][3].tolist()
     assert {place: label for place, label in enumerate(labels) if label != -100} == expected
 
@@ -182,10 +178,9 @@ def test_every_row_once_in_an_epoch_and_the_same_on_tensor_parallel_ranks(
 ):
     for shard in range(4):
         make_shard(f"w_training_{shard}.hdf5", 4, first=4 * shard)
-    first, same_as_first, second, same_as_second = ranks(
-        function, tmp_path, 2, *args, world_size=4, tp=2
-    )
-    assert first == same_as_first and second == same_as_second
+    found = ranks(function, tmp_path, 2, *args, world_size=4, tp=2)
+    first, second = found[0], found[2]
+    assert found == [first, first, second, second]
     assert [len(batch) for batch in first + second] == [2] * 8
     assert sorted(sum(first + second, [])) == list(range(16))
 
