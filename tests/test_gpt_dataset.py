@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -162,14 +163,9 @@ def train_data(prefix, **options):
 
 
 def open_on_rank(prefix, cache):
-    built = []
-    whole = gpt_index.build_indices
-    gpt_index.build_indices = lambda *args: built.append(1) or whole(*args)
-    try:
+    with mock.patch.object(gpt_index, "build_indices", wraps=build_indices) as built:
         data = train_data(prefix, cache_dir=cache)
-    finally:
-        gpt_index.build_indices = whole
-    return len(built), data[3]["text"]
+    return built.call_count, data[3]["text"]
 
 
 def test_one_rank_builds_for_all(make, tmp_path, ranks):

@@ -124,10 +124,8 @@ def test_no_two_modules_or_classes_share_a_name():
 def code_lines(path: Path) -> int:
     """Lines that are not blank, comments or docstrings."""
     text = path.read_text()
-    layout = {
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-        *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE}
+    layout |= {tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:

@@ -180,11 +180,13 @@ def test_sharded_state_dict_on_xla(ranks, tmp_path):
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 
+def zero1_of(p, **options):
+    return NeuronZero1Optimizer([p], torch.optim.SGD, grad_clipping=False, **options)
+
+
 def constant_gradient(steps, lr, masters=True, state=None):
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, use_master_weights=masters, grad_clipping=False, lr=lr
-    )
+    optimizer = zero1_of(p, lr=lr, use_master_weights=masters)
     if state is not None:
         optimizer.load_state_dict(state[dist.get_rank()])
     for _ in range(steps):
@@ -213,9 +215,7 @@ def test_masters_survive_a_resume(ranks):
 
 def accumulate_small(use_hook):
     p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
-    )
+    optimizer = zero1_of(p, lr=1.0, use_grad_acc_hook=use_hook)
     for scale in [1.0] + [2**-9] * 256:
         (p * scale).sum().backward()
     seen = p.grad
@@ -255,9 +255,7 @@ def test_a_model_may_mix_dtypes(ranks, masters):
 
 def one_rank_lacks_a_gradient(use_hook):
     p = nn.Parameter(torch.zeros(3))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
-    )
+    optimizer = zero1_of(p, lr=1.0, use_grad_acc_hook=use_hook)
     if DP() == 1:
         (p * 4).sum().backward()
     optimizer.step()
