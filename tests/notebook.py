@@ -48,20 +48,18 @@ class Notebook:
             self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
         finally:
             self.outputs = cell.outputs
-        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), (
-            cell.outputs
-        )
-        return "".join(o.text for o in cell.outputs)
+        assert all(o.get("name") == "stdout" for o in cell.outputs), cell.outputs
+        return printed(cell.outputs)
 
     def fail(self, source: str, within: float) -> str:
         """Runs a cell that has to fail within that many seconds, and returns the error as shown."""
         began = time.monotonic()
         try:
-            printed = self.run(source)
+            said = self.run(source)
         except CellExecutionError:
             took = time.monotonic() - began
         else:
-            raise AssertionError(f"the cell did not fail; it printed {printed!r}")
+            raise AssertionError(f"the cell did not fail; it printed {said!r}")
         assert took < within, f"the cell took {took:.1f} s to fail, not {within} s at most"
         (error,) = (o for o in self.outputs if o.output_type == "error")
         text = "\n".join(error.traceback)
@@ -73,6 +71,16 @@ class Notebook:
         threading.Timer(seconds, self.kernel.send_signal, [signal.SIGINT]).start()
 
 
+def printed(outputs) -> str:
+    """What cells wrote to stdout and stderr."""
+    return "".join(o.text for o in outputs if o.output_type == "stream")
+
+
+def _listening(process: psutil.Process) -> set[int]:
+    found = process.net_connections("tcp")
+    return {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN}
+
+
 class Traces:
     """The processes below a kernel, their listening ports and their files in /dev/shm, to be looked
     for later.
@@ -80,11 +88,8 @@ class Traces:
 
     def __init__(self, kernel: psutil.Process):
         self.processes = kernel.children(recursive=True)
-        connections = [c for p in [kernel, *self.processes] for c in p.net_connections("tcp")]
-        self.ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-        self._kernel_ports = {
-            c.laddr.port for c in kernel.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-        }
+        self._kernel_ports, *others = map(_listening, [kernel, *self.processes])
+        self.ports = self._kernel_ports.union(*others)
         self.mine = {str(p.pid) for p in self.processes}
 
     def assert_gone(self, within: float, ports: bool = True, kernel_too: bool = False) -> None:
@@ -97,9 +102,8 @@ class Traces:
         """
         _, alive = psutil.wait_procs(self.processes, timeout=within)
         assert not alive, [(p.pid, p.cmdline()) for p in alive]
-        for port in (
-            (self.ports if kernel_too else self.ports - self._kernel_ports) if ports else ()
-        ):
+        closed = self.ports if kernel_too else self.ports - self._kernel_ports
+        for port in closed if ports else ():
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -108,14 +112,10 @@ class Traces:
             assert not left
 
 
-def write(path, *cells: str, metadata: dict | None = None) -> str:
+def write(path, *cells: str) -> str:
     """Writes a notebook of these cells and returns its path."""
-    notebook = new_notebook(cells=[new_code_cell(c) for c in cells], metadata=metadata or {})
-    notebook.metadata.kernelspec = {
-        "name": "python3",
-        "display_name": "Python 3",
-        "language": "python",
-    }
+    notebook = new_notebook(cells=[new_code_cell(c) for c in cells])
+    notebook.metadata.kernelspec = dict(name="python3", display_name="", language="python")
     nbformat.write(notebook, path)
     return str(path)
 

@@ -19,6 +19,12 @@ from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distribu
 from tutorial_lib.training.loop import train
 
 
+def noise(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normal numbers, the same in every dtype but for rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
 def train_alone(
     model, loss_of, micro_batch, micro_batches: int, steps: int, lr: float, max_norm: float
 ):

@@ -113,9 +113,8 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._workers):
             try:
                 if not connection.poll(max(deadline - time.monotonic(), 0)):
-                    raise TimeoutError(
-                        f"rank {rank} of {self.world_size} did not start in {START} s"
-                    )
+                    late = f"rank {rank} of {self.world_size} did not start in {START} s"
+                    raise TimeoutError(late)
                 connection.recv_bytes()  # that it is ready
             except (TimeoutError, EOFError):
                 self.stop()

@@ -91,10 +91,8 @@ class Cluster:
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
         self._daemons: dict[str, subprocess.Popen] = {}
         try:
-            munge = [
-                f"--{what}={self.folder}/munge.{what}"
-                for what in ("socket", "pid-file", "log-file", "seed-file")
-            ]
+            files = ("socket", "pid-file", "log-file", "seed-file")
+            munge = [f"--{what}={self.folder}/munge.{what}" for what in files]
             munge += ["--foreground", "--force", f"--key-file={self.folder}/key"]
             self._start("munged", "munged", *munge)
             self._wait(lambda: (self.folder / "munge.socket").exists(), "munged's socket")

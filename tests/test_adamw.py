@@ -3,6 +3,7 @@ groups.
 """
 
 import math
+import re
 
 import pytest
 import torch
@@ -20,15 +21,6 @@ def train(make, steps=20, dtype=torch.float64, weights=None):
             p.grad = torch.randn(p.shape).to(dtype)
         optimizer.step()
     return [p.detach() for p in parameters], optimizer
-
-
-def test_equals_torch_without_epsilon_and_decay():
-    ours, _ = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0))
-    theirs, _ = train(
-        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0, weight_decay=0.0)
-    )
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("correct_bias", [True, False])
@@ -49,8 +41,7 @@ def test_equals_the_formula_step_by_step(correct_bias):
 
 
 @pytest.mark.parametrize(
-    "dtype, wide",
-    [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2],
+    "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
 )
 def test_state_is_wide_and_survives_a_load(dtype, wide):
     def make(p):
@@ -82,9 +73,8 @@ def test_a_parameter_without_gradient_is_left_alone():
     + [{name: float("nan")} for name in ("lr", "eps", "weight_decay")],
 )
 def test_bad_values_are_named(bad):
-    with pytest.raises(
-        ValueError, match=str(next(iter(bad.values()))).replace("(", r"\(").replace(")", r"\)")
-    ):
+    (value,) = bad.values()
+    with pytest.raises(ValueError, match=re.escape(str(value))):
         AdamW_FP32OptimParams([nn.Parameter(torch.ones(1))], **bad)
 
 
@@ -107,11 +97,6 @@ def test_decay_groups_go_by_module_type():
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
     expected = [model.dense.weight, model.normal_projection.weight, model.embed.weight]
     assert set(decayed["params"]) == set(expected) and len(decayed["params"]) == 3
-    expected = [
-        model.LayerNorm.weight,
-        model.LayerNorm.bias,
-        model.final.weight,
-        model.dense.bias,
-        model.head.bias,
-    ]
+    expected = [*model.LayerNorm.parameters(), model.final.weight]
+    expected += [model.dense.bias, model.head.bias]
     assert set(plain["params"]) == set(expected) and len(plain["params"]) == 5

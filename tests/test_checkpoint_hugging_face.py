@@ -58,9 +58,7 @@ def load_and_save(case, source, target, weights):
         return logits_of(model.eval()(IDS)), parallel_state.get_tensor_model_parallel_rank()
 
 
-@pytest.mark.parametrize(
-    "tp", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 4))])
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(ranks, tmp_path, case, tp):
     original = hugging_face(case)

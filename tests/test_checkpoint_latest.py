@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.standin import attempt, edit
+from tests.standin import attempt, edit, mark_as_vendor
 from tutorial_lib.checkpoint import tags
 
 
@@ -24,8 +24,7 @@ def names(folder) -> list[str]:
 def vendor(folder, *found: str) -> None:
     for tag in found:
         (folder / tag / "model").mkdir(parents=True)
-        for name in ("checkpoint", "done"):
-            (folder / tag / name).write_text("1")
+        mark_as_vendor(folder / tag)
 
 
 @pytest.mark.parametrize("cut_off_before", [False, True])

@@ -121,31 +121,29 @@ def test_a_tool_and_a_full_disk(ranks, tmp_path, capsys, command):
     assert run_tool(command, tmp_path) == 0
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_disk_that_fails_while_it_is_flushed(ranks, tmp_path, capsys, monkeypatch, command):
+def fail_to_flush(_):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def fail_to_mark(path, text):
+    if path.name == tags.DONE:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "command, module, name, fail, said",
+    [(command, os, "fsync", fail_to_flush, "output error: '{}/out/x") for command in COMMANDS]
+    + [("reshard", tags, "write_text", fail_to_mark, "{}/out/x.incomplete/done")],
+)
+def test_a_disk_that_fails_in_the_end(
+    ranks, tmp_path, capsys, monkeypatch, command, module, name, fail, said
+):
     ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
-
-    def fail(_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(module, name, fail)
     assert run_tool(command, tmp_path) == 1
-    assert f"Input/output error: '{tmp_path}/out/x" in capsys.readouterr().err
+    assert said.format(tmp_path) in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []
-
-
-def test_a_marker_that_cannot_be_written_leaves_nothing(ranks, tmp_path, capsys, monkeypatch):
-    ranks(save_large, f"{tmp_path}/run", world_size=2, tp=2)
-    write = tags.write_text
-
-    def fail(path, text):
-        if path.name == tags.DONE:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, text)
-
-    monkeypatch.setattr(tags, "write_text", fail)
-    assert run_tool("reshard", tmp_path) == 1
-    assert "out/x.incomplete/done" in capsys.readouterr().err and os.listdir(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("tag", ["ü 1", "-x", "step_1.part", "%s{}", 7])
@@ -446,12 +444,11 @@ DEEP = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."  # a pickle of lists 
 
 
 HOSTILE = {
-    "done is a device": replaced("done", link_to_device),
-    "done is a pipe": replaced("done", os.mkfifo),
-    "begun is a device": replaced("checkpoint", link_to_device),
-    "metadata is a device": replaced("metadata.json", link_to_device),
-    "a shard is a device": replaced(MODEL, link_to_device),
-    "a shard is a pipe": replaced(MODEL, os.mkfifo),
+    **{
+        f"{name} is no file: {make.__name__}": replaced(name, make)
+        for name in ("done", "checkpoint", "metadata.json", MODEL)
+        for make in (link_to_device, os.mkfifo)
+    },
     **{f"{axis} {n}": size(axis, n) for axis in ("tp", "pp") for n in (10**9, 0, -3, "2", 2.0)},
     "a file outside": lambda folder: edit(
         folder / "done",
@@ -464,17 +461,12 @@ HOSTILE = {
     "no optimizer": metadata(lambda found: found.pop("optimizer")),
     "a configuration of 5": metadata(lambda found: found.update(config=5)),
     "a dtype that is a module": layout("norm", dtype="nn"),
+    **{f"a shape of {size}": layout("norm", shape=[size]) for size in (10**15, -4, "4")},
     "sizes of 10¹⁵": partition(sizes=[10**15]),
-    "a full shape of 10¹⁵": layout("norm", shape=[10**15]),
-    "a shape below zero": layout("norm", shape=[-4]),
-    "a shape of words": layout("norm", shape=["4"]),
     "dim 7": partition(dim=7),
     "parts 10⁹": partition(parts=10**9),
     "no replicas": partition(replicas=[0]),
-    "tied to nothing": tied([["embed", "nowhere"]]),
-    "tied is a word": tied(["embed"]),
-    "tied to a number": tied([[1, 2]]),
-    "tied and empty": tied([[]]),
+    **{f"tied: {one}": tied([one]) for one in (["embed", "nowhere"], "embed", [1, 2], [])},
     "a list": weights(lambda value: list(value.values())),
     "numbers for names": weights(lambda value: dict(enumerate(value.values()))),
     "another tensor": weights(lambda value: {**value, "more": torch.ones(1)}),

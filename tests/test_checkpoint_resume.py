@@ -77,9 +77,7 @@ def never_stopped(folder, kind, zero, use_xser=False, async_save=False, full=Fal
 
     def on_step(step):
         if step.step == SAVED_AT:
-            assert run.sampler.epoch > 0 and run.sampler.offset > 0, (
-                "it stops in the middle of an epoch"
-            )
+            assert run.sampler.epoch > 0 and run.sampler.offset > 0, "not in the middle of an epoch"
             content = {"global_step": step.step, "data": run.sampler.state_dict()}
             saves = dict(use_xser=use_xser, async_save=async_save)
             save_checkpoint(folder, f"step_{step.step}", *run.all, content, **saves)
@@ -96,12 +94,36 @@ def gone_on(folder, kind, zero, full=False, **options):
     return run.result(run.train(content["global_step"]), full)
 
 
-def compare(
-    ranks, tmp_path, kind, zero, use_xser, async_save, backend="cpu", timeout=60, **options
+# Every pair of two switches' values, and of a model and a value, occurs.
+COVERING = [
+    ("bert", True, True, True), ("bert", False, False, False), ("gpt_neox", True, False, True),
+    ("gpt_neox", False, True, False), ("llama", True, True, False), ("llama", False, False, True),
+    ("gpt2", True, False, False), ("gpt2", False, True, True),
+]  # fmt: skip
+SLOW = [(*case, case[1] and TINY[case[0]].sequence_parallel, "cpu") for case in COVERING]
+SLOW.append((*COVERING[0], False, "xla"))
+
+
+def cases():
+    """By model: ZeRO-1, xser, asynchronous, sequence parallel, backend."""
+    switches = [(False, True)] * 4
+    for case in product(TINY, *switches, ("cpu", "xla")):
+        if TINY[case[0]].sequence_parallel or not case[4]:
+            yield pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.grid)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kind, zero, use_xser, async_save, sequence_parallel, backend", list(cases())
+)
+def test_resume_equals_never_having_stopped(
+    ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel, backend
 ):
     # With ZeRO-1 a bfloat16 model, whose masters matter; without, torch's own precision.
-    options = {"dtype": torch.bfloat16 if zero else torch.float32, **options}
-    arguments, where = (str(tmp_path), kind, zero), dict(tp=2, timeout=timeout)
+    options = dict(
+        dtype=torch.bfloat16 if zero else torch.float32, sequence_parallel=sequence_parallel
+    )
+    arguments, where = (str(tmp_path), kind, zero), dict(tp=2, timeout=400)
     saves = dict(use_xser=use_xser, async_save=async_save)
     before = ranks(
         never_stopped, *arguments, **saves, **options, **where, world_size=4, backend=backend
@@ -116,51 +138,18 @@ def compare(
         assert again == records and same(weights, resumed)
 
 
-GRID = list(product(TINY, (False, True), (False, True), (False, True)))
-# Every pair of two switches' values, and of a model and a value, occurs.
-COVERING = [
-    ("bert", True, True, True), ("bert", False, False, False), ("gpt_neox", True, False, True),
-    ("gpt_neox", False, True, False), ("llama", True, True, False), ("llama", False, False, True),
-    ("gpt2", True, False, False), ("gpt2", False, True, True),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, zero, use_xser, async_save", COVERING)
-def test_resume_equals_never_having_stopped(ranks, tmp_path, kind, zero, use_xser, async_save):
-    compare(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel=zero)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
-def test_every_switch(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel):
-    if sequence_parallel and not TINY[kind].sequence_parallel:
-        pytest.skip(f"{kind} has no sequence parallel")
-    compare(ranks, tmp_path, kind, zero, use_xser, async_save, sequence_parallel=sequence_parallel)
-
-
-def on_xla(ranks, tmp_path, *case):
-    compare(ranks, tmp_path, *case, backend="xla", timeout=400, sequence_parallel=case[1])
-
-
-@pytest.mark.slow
-def test_resume_on_xla(ranks, tmp_path):
-    on_xla(ranks, tmp_path, *COVERING[0])
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind, zero, use_xser, async_save", GRID)
-def test_every_switch_on_xla(ranks, tmp_path, kind, zero, use_xser, async_save):
-    on_xla(ranks, tmp_path, kind, zero, use_xser, async_save)
-
-
+# At every other mesh; in the quick part one for each model and both optimizers.
 RESHARDED = [("bert", True, 2, 1), ("gpt_neox", False, 4, 4), ("gpt_neox", True, 2, 2)]
 RESHARDED += [("llama", True, 4, 4), ("gpt2", True, 4, 4)]
+EVERY_MESH = [
+    pytest.param(*case, marks=[pytest.mark.grid] * (case not in RESHARDED))
+    for case in product(TINY, (False, True), (1, 2, 4), (1, 2, 4))
+    if case[3] <= case[2] and case[2:] != (4, 2)  # which is where it was saved
+]
 
 
-def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):
+@pytest.mark.parametrize("kind, zero, world_size, tp", EVERY_MESH)
+def test_resume_at_another_mesh(ranks, tmp_path, kind, zero, world_size, tp):
     # At another mesh other random numbers would be drawn.
     options = dict(full=True, dtype=torch.float64, dropout=0.0)
     arguments = (str(tmp_path), kind, zero)
@@ -170,15 +159,3 @@ def compare_resharded(ranks, tmp_path, kind, zero, world_size, tp):
         assert torch.tensor(again).sub(torch.tensor(records)).abs().max() <= 1e-7
         for name, tensor in weights.items():
             torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind, zero, world_size, tp", RESHARDED)
-def test_resume_at_another_mesh(ranks, tmp_path, kind, zero, world_size, tp):
-    compare_resharded(ranks, tmp_path, kind, zero, world_size, tp)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("world_size, tp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)])
-@pytest.mark.parametrize("kind, zero", list(product(TINY, (False, True))))
-def test_resume_at_every_mesh(ranks, tmp_path, kind, zero, world_size, tp):
-    compare_resharded(ranks, tmp_path, kind, zero, world_size, tp)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.standin import Standin, build, refused, state, train, zero
+from tests.standin import Standin, build, mark_as_vendor, refused, state, train, zero
 from tests.test_checkpoint import assert_same_runs, resume, straight
 from tutorial_lib.checkpoint import load_checkpoint
 from tutorial_lib.checkpoint.__main__ import main
@@ -32,6 +32,7 @@ def vendor_shard(full: torch.Tensor) -> torch.Tensor:
 def vendor_state(optimizer) -> dict:
     """The state dict that torch-xla's optimizer would have."""
     ours, groups = optimizer.state_dict(), parallel_state.get_data_parallel_group()
+    masters = ours["sharded_master_weights"]
 
     def convert(number: int, shard: torch.Tensor) -> torch.Tensor:
         if shard.dim() == 0:
@@ -46,13 +47,8 @@ def vendor_state(optimizer) -> dict:
             number: {field: convert(number, value) for field, value in fields.items()}
             for number, fields in ours["base_state"].items()
         },
-        "shape_info": {
-            number: torch.Size(info["shape"]) for number, info in ours["shape_info"].items()
-        },
-        "sharded_master_weights": {
-            number: convert(number, shard)
-            for number, shard in ours["sharded_master_weights"].items()
-        },
+        "shape_info": {n: torch.Size(info["shape"]) for n, info in ours["shape_info"].items()},
+        "sharded_master_weights": {n: convert(n, x) for n, x in masters.items()},
     }
 
 
@@ -78,9 +74,7 @@ def write_as_vendor(folder: str, dtype, zero1: bool, with_masters: bool) -> None
             torch.save(held, f"{folder}/step_3/{part}/{name}")
     torch.save({"position": 12}, f"{folder}/step_3/user_content.pt")
     torch.save(schedule.state_dict(), f"{folder}/step_3/scheduler.pt")
-    for name in ("checkpoint", "done"):
-        with open(f"{folder}/step_3/{name}", "w") as file:
-            file.write("1")
+    mark_as_vendor(f"{folder}/step_3")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +102,7 @@ def write_weights(folder, weights):
     rank = parallel_state.get_tensor_model_parallel_rank()
     os.makedirs(f"{folder}/step_1/model", exist_ok=True)
     torch.save(weights, f"{folder}/step_1/model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
-    for name in ("checkpoint", "done"):
-        with open(f"{folder}/step_1/{name}", "w") as file:
-            file.write("1")
+    mark_as_vendor(f"{folder}/step_1")
 
 
 def tiled(folder):

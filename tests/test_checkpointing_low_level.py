@@ -51,8 +51,8 @@ def test_torch_xla_reads_xser_and_we_read_its(ranks, tmp_path):
     xser.save({"model": model.state_dict(), "n": 3}, tmp_path / FIRST, True)
     with torch.serialization.safe_globals([theirs_.TensorReference]):
         references = torch.load(tmp_path / FIRST, weights_only=True)
-    assert type(references["model"]["embed"]) is theirs_.TensorReference
-    assert references["model"]["embed"].tid == references["model"]["head"].tid, (
+    embed, head = (references["model"][name] for name in ("embed", "head"))
+    assert type(embed) is theirs_.TensorReference and embed.tid == head.tid, (
         "a tied tensor is stored once"
     )
     assert ranks(read_xser, str(tmp_path), state(model), world_size=1) == [True]

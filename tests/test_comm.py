@@ -144,9 +144,7 @@ def forward_and_backward(name):
     (grad,) = torch.autograd.grad(y, x, seed, create_graph=True)
     (again,) = torch.autograd.grad(grad, seed, before)
     assert torch.equal(again, y), "the backward's own backward is not the forward"
-    assert torch.equal(x, before) and torch.equal(seed, kept), (
-        "the mapping modified its input or gradient"
-    )
+    assert torch.equal(x, before) and torch.equal(seed, kept), "it modified its input or gradient"
     return before, y.detach(), kept, grad.detach()
 
 

@@ -1,13 +1,12 @@
 """The descriptions of the environment agree, on every Python; an instance keeps what it has."""
 
-import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,19 +44,14 @@ def test_every_requirement_is_pinned_within_its_range(requirement):
 def test_what_runs_here_is_what_is_pinned():
     for requirement in REQUIREMENTS:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            assert version(requirement.name).split("+")[0] == PINS[normal(requirement.name)], (
-                requirement.name
-            )
+            name = requirement.name
+            assert version(name).split("+")[0] == PINS[normal(name)], name
 
 
 def test_conda_installs_the_same():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    python = next(
-        entry for entry in environment["dependencies"] if str(entry).startswith("python=")
-    )
-    assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(
-        python.removeprefix("python=")
-    )
+    (python,) = re.findall(r"'python=([\d.]+)'", str(environment["dependencies"]))
+    assert python in SpecifierSet(PROJECT["requires-python"])
     (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     makefile = (ROOT / "Makefile").read_text()
     extras = re.search(r"--editable '\.\[(.*?)\]'", makefile).group(1)
@@ -66,15 +60,6 @@ def test_conda_installs_the_same():
 
 
 PYTHONS = ["3.11.0", "3.12.0", "3.13.0", "3.14.0"]
-
-
-def test_every_pin_installs_on_every_python():
-    for name, pin in PINS.items():
-        with contextlib.suppress(PackageNotFoundError):  # needed on other machines only
-            if version(name).split("+")[0] == pin:
-                wanted = SpecifierSet(metadata(name)["Requires-Python"] or "")
-                refused = [python for python in PYTHONS if python not in wanted]
-                assert not refused, f"{name}=={pin} needs Python {wanted}"
 
 
 def resolve(python: str, platform: str, *options: str) -> dict[str, str]:
@@ -97,9 +82,8 @@ def test_the_pins_resolve_on_other_pythons_and_machines(python, machine):
     resolved = resolve(python, machine, *options)
     assert resolved.items() <= PINS.items()
     has_xla = machine.startswith("x86_64") and python != "3.14.0"
-    assert {"torch-xla", "jax", "jaxlib"} & resolved.keys() == (
-        {"torch-xla", "jax", "jaxlib"} if has_xla else set()
-    )
+    extra = {"torch-xla", "jax", "jaxlib"}
+    assert extra & resolved.keys() == (extra if has_xla else set())
 
 
 def stub(folder, name: str, version: str, *requires: str) -> None:
@@ -160,14 +144,6 @@ def test_the_public_workflow_runs_what_is_here():
         for selected in re.findall(r"--deselect (\S+)", "".join(commands)):
             file, test = selected.split("::")
             assert f"def {test}(" in (ROOT / file).read_text()
-
-
-def test_the_citation_names_what_is_published():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["message"]
-    assert [citation[key] for key in ("version", "license")] == [
-        PROJECT["version"], PROJECT["license"],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("found, accepted", [("3.10", False), ("3.11", True), ("3.15", False)])

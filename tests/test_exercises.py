@@ -109,9 +109,8 @@ def test_a_class_is_blank_if_its_methods_are():
         @staticmethod
         def backward(ctx, grad): ...
 
-    exercise = Exercise(
-        right=Half, inputs=[(torch.ones(1),)], use=lambda cls, x: cls.apply(x), wrong={}
-    )
+    inputs = [(torch.ones(1),)]
+    exercise = Exercise(right=Half, inputs=inputs, use=lambda cls, x: cls.apply(x), wrong={})
     assert judge("cls", Blank, exercise) == "not attempted"
     assert judge("cls", Half, exercise) == "correct"
 

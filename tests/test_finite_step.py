@@ -22,11 +22,9 @@ FIRST_RANK, LAST_RANK = (0, 0), (1, 1)
 def make(zero, optimizer_class, policy="skip", clip=True, tp=2):
     config = neuronx_distributed_config(
         tensor_parallel_size=tp,
-        optimizer_config={
-            "zero_one_enabled": zero,
-            "grad_clipping": clip,
-            "nonfinite_gradients": policy,
-        },
+        optimizer_config=dict(
+            zero_one_enabled=zero, grad_clipping=clip, nonfinite_gradients=policy
+        ),
     )
     torch.manual_seed(TP())
     model = nn.Linear(3, 2)
@@ -117,10 +115,8 @@ def raised(zero):
 def test_an_error_names_the_parameter_on_all_ranks(ranks, zero):
     found = ranks(raised, zero, world_size=4, tp=None)
     assert len(set(found)) == 1
-    assert (
-        "norm of the gradients is nan: not finite are those of weight of shape (2, 3)"
-        in (found[0][0])
-    )
+    words = "norm of the gradients is nan: not finite are those of weight of shape (2, 3)"
+    assert words in found[0][0]
 
 
 def huge():

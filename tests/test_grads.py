@@ -106,16 +106,6 @@ def test_bad_arguments_are_named_on_every_rank(ranks):
 # --- reductions -----------------------------------------------------------------------------------
 
 
-def average_by_rank():
-    grad = torch.tensor([dist.get_rank() + 1.0])
-    grads.bucket_allreduce_gradients([grad])
-    return grad.item()
-
-
-def test_the_average_is_over_data_parallel_alone(ranks):
-    assert ranks(average_by_rank, world_size=4, tp=2) == [2.0, 3.0, 2.0, 3.0]
-
-
 def average_many(cap_mb):
     torch.manual_seed(DP())
     tensors = [
@@ -136,19 +126,6 @@ def test_buckets_by_dtype_and_cap_give_the_same_average(ranks, cap_mb, collectiv
     for *before, after in zip(*(f[0] for f in found), found[1][1]):
         assert torch.equal(after, (before[0] + before[1]) / 2)
     assert found[0][2] == collectives
-
-
-def missing():
-    mine, nobody = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    if DP() == 1:
-        mine.grad = torch.full((2,), 4.0)
-    grads.fill_missing_gradients([mine, nobody], parallel_state.get_data_parallel_group())
-    grads.bucket_allreduce_gradients([mine.grad])
-    return mine.grad.tolist(), nobody.grad
-
-
-def test_a_gradient_that_one_replica_lacks_counts_as_zero(ranks):
-    assert ranks(missing, world_size=2) == [([2.0, 2.0], None)] * 2
 
 
 def sequence_parallel_sum():

@@ -11,7 +11,6 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 
@@ -61,12 +60,6 @@ def model_zero_grad(model, optimizer, kept, step):
 @idiom("between")
 def zero_grad_in_place(model, optimizer, kept, step):
     optimizer.zero_grad(set_to_none=False)
-
-
-@idiom("between")
-def grad_is_none(model, optimizer, kept, step):
-    model.a.weight.grad = None
-    del model.b.weight.grad
 
 
 @idiom("between")
@@ -136,11 +129,6 @@ def weights_decayed_by_hand(model, optimizer, kept, step):
 
 
 @idiom("first")
-def weights_as_a_vector(model, optimizer, kept, step):
-    vector_to_parameters(parameters_to_vector(model.parameters()) + 1, model.parameters())
-
-
-@idiom("first")
 def weights_tied(model, optimizer, kept, step):
     model.late = model.a.bias if step == 1 else model.b.weight
 
@@ -169,14 +157,6 @@ def options_written(model, optimizer, kept, step):
     optimizer.param_groups[1]["weight_decay"] = 1.0
     for group in optimizer.param_groups:
         group.update(momentum=0.0, maximize=step == 2)
-
-
-@idiom("last")
-def scheduled(model, optimizer, kept, step):
-    if step == 1:
-        kept["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.step()
-    kept["schedule"].step()
 
 
 @idiom("last")
@@ -267,10 +247,7 @@ def stepped_twice(model, optimizer, kept, step):
 def train(name, zero, dtype):
     when, act = IDIOMS[name]
     model, kept = Model().to(dtype), {}
-    groups = [
-        {"params": list(model.a.parameters())},
-        {"params": [model.b.weight], "lr": 0.25},
-    ]
+    groups = [{"params": list(model.a.parameters())}, {"params": [model.b.weight], "lr": 0.25}]
     options = {"lr": 0.5, "momentum": 0.5}
     if zero:
         config = neuronx_distributed_config(

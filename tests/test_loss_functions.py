@@ -115,9 +115,7 @@ def ignored_infinities():
 
 def test_what_is_ignored_cannot_spoil_the_rest(ranks):
     for loss, grad in ranks(ignored_infinities, world_size=2, tp=2):
-        assert loss.tolist() == pytest.approx([0, math.log(4)]) and torch.equal(
-            grad[0], torch.zeros(2)
-        )
+        assert loss.tolist() == pytest.approx([0, math.log(4)]) and not grad[0].any()
 
 
 def padded(vocabulary):
@@ -129,10 +127,7 @@ def test_padding_of_the_vocabulary_takes_no_part(ranks, vocabulary):
     results = ranks(padded, vocabulary, world_size=4, tp=4)
     assert all(loss.item() == pytest.approx(math.log(vocabulary)) for loss, _ in results)
     grad = torch.cat([grad for _, grad in results], -1)[0]
-    assert (
-        torch.equal(grad[vocabulary:], torch.zeros(8 - vocabulary))
-        and (grad[:vocabulary] != 0).all()
-    )
+    assert not grad[vocabulary:].any() and grad[:vocabulary].all()
 
 
 def half(dtype):

@@ -9,6 +9,7 @@ from tutorial_lib.models import bert, gpt, llama2
 from tutorial_lib.models.full_weights import full_tensors, load_full_tensors
 from tutorial_lib.parallel_layers.consistency import find_drift
 from tutorial_lib.parallel_layers.random import get_rng_state, model_parallel_xla_manual_seed
+from tutorial_lib.parallel_layers.sharding import partition_of
 from tutorial_lib.trainer import initialize_parallel_optimizer, neuronx_distributed_config
 from tutorial_lib.trainer.model import checkpoint_modules
 from tutorial_lib.training.loop import train
@@ -27,7 +28,6 @@ from .parity import (
 from .tiny_models import SHARDED, TINY
 
 RECIPE = dict(steps=4, lr=1e-2, max_norm=0.5)
-CAUSAL = ["gpt2", "gpt_neox", "llama"]
 
 
 def config(name: str, **changes):
@@ -236,11 +236,8 @@ def dropped(name, options):
     mlp.register_forward_hook(lambda m, i, o: seen.update(mlp=o.detach()))
     loss = model(**next_token_batch(0)).loss
     loss.backward()
-    whole = {
-        key: p.grad
-        for key, p in model.named_parameters()
-        if not getattr(p, "tensor_model_parallel", False)
-    }
+    named = dict(model.named_parameters()).items()
+    whole = {key: p.grad for key, p in named if partition_of(p) is None}
     return seen["mlp"], loss.detach(), whole
 
 
@@ -305,21 +302,6 @@ def forgetful(name, remember: bool):
 def test_what_sees_a_chunk_drifts_if_its_gradients_are_not_summed(ranks, name, shares):
     assert len(ranks(forgetful, name, False, world_size=2, tp=2)[0]) == shares
     assert ranks(forgetful, name, True, world_size=2, tp=2) == [[], []]
-
-
-def counted(name):
-    model = TINY[name].build(config(name)).eval()
-    batch = micro_batch(name, "whole", 0)
-    counts = model.count_targets(batch)
-    with torch.no_grad():
-        alone, given = model(**batch), model(**batch, num_items_in_batch=counts)
-    assert alone.loss == given.loss
-    return counts.tolist()
-
-
-@pytest.mark.parametrize("name, targets", [*((n, 29) for n in CAUSAL), ("bert", [3, 2])])
-def test_a_batch_is_by_default_the_whole_batch(ranks, name, targets):
-    assert ranks(counted, name, world_size=1) == [targets]
 
 
 def test_published_counts_and_paddings():
@@ -402,11 +384,9 @@ def bert_loss(dtype, **changes):
 
 def test_a_bfloat16_models_loss_is_divided_by_the_exact_count(ranks):
     # 1001 is not a bfloat16, 1000 is.
-    counts = (torch.tensor([tokens, 2**20]) for tokens in (1000, 1001))
-    losses = [
-        ranks(bert_loss, torch.bfloat16, num_items_in_batch=n, world_size=1)[0] for n in counts
-    ]
-    assert losses[0] / losses[1] == pytest.approx(1.001, abs=1e-5)
+    counts = [{"num_items_in_batch": torch.tensor([tokens, 2**20])} for tokens in (1000, 1001)]
+    even, odd = (ranks(bert_loss, torch.bfloat16, **each, world_size=1)[0] for each in counts)
+    assert even / odd == pytest.approx(1.001, abs=1e-5)
 
 
 @pytest.mark.parametrize("labels", [[1, -100], [-100, 0]])

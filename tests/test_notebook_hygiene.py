@@ -20,6 +20,7 @@ NOTEBOOKS = run.select([])
 BEATS = ["Parameters", "Start the mesh", "The picture", "Predict"]
 BEATS += ["Build", "See", "Prove", "Your turn"]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+FORBIDDEN = re.compile(r"--noblock|tqdm\.auto|^!|^%%bash|ipywidgets", re.MULTILINE)
 MAX_LINES, MAX_COLUMNS, MAX_CELLS, MAX_WORDS = 25, 100, 90, 2500
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -35,38 +36,23 @@ def test_parameters_are_typed_commented_literals_in_one_cell(path):
     cells = [cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", [])]
     assert len(cells) == 1
     for statement in ast.parse(cells[0].source).body:
-        line = cells[0].source.splitlines()[statement.lineno - 1]
-        assert isinstance(statement, ast.AnnAssign) and statement.value is not None, (
-            f"not `name: type = value`: {line}"
-        )
+        assert isinstance(statement, ast.AnnAssign) and statement.value, ast.unparse(statement)
         ast.literal_eval(statement.value)  # nothing derived
     found = papermill.inspect_notebook(str(path))
-    assert all(parameter["help"] for parameter in found.values()), (
-        "every parameter needs a comment behind it"
-    )
+    assert all(parameter["help"] for parameter in found.values()), "one without a comment"
     assert {"backend", "world_size", "tp_size", "output_dir"} <= found.keys()
 
 
 @each
 def test_nine_beats(path):
-    headings = [
-        line
-        for cell in read(path).cells
-        if cell.cell_type == "markdown"
-        for line in _headings(cell.source)
-    ]
+    texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
+    outside = re.sub(r"```.*?```", "", "\n".join(texts), flags=re.DOTALL)
+    headings = [line for line in outside.splitlines() if line.startswith("#")]
     titles = [line for line in headings if line.startswith("# ")]
     beats = [line.removeprefix("## ") for line in headings if line.startswith("## ")]
     assert len(titles) == 1 and headings[0] == titles[0], "one title, first"
     assert [beat.split(":")[0] for beat in beats] == BEATS
-    assert not any(line.startswith("####") for line in headings), (
-        "three levels of headings are enough"
-    )
-
-
-def _headings(text: str) -> list[str]:
-    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return [line for line in outside.splitlines() if line.startswith("#")]
+    assert not any(line.startswith("####") for line in headings), "a fourth level of headings"
 
 
 @each
@@ -74,19 +60,10 @@ def test_cells_are_small_and_plain(path):
     nb = read(path)
     for cell in code_cells(nb):
         lines = cell.source.splitlines()
-        assert len(lines) <= MAX_LINES, (
-            f"{len(lines)} lines in the cell that begins with {lines[0]!r}"
-        )
-        assert not [line for line in lines if len(line) > MAX_COLUMNS], (
-            f"a long line in the cell {lines[0]!r}"
-        )
-        assert not re.search(
-            r"--noblock|tqdm\.auto|^!|^%%bash|ipywidgets", cell.source, re.MULTILINE
-        ), cell.source
+        assert len(lines) <= MAX_LINES and max(map(len, lines)) <= MAX_COLUMNS, cell.source
+        assert not FORBIDDEN.search(cell.source), cell.source
     words = sum(len(cell.source.split()) for cell in nb.cells if cell.cell_type == "markdown")
-    assert len(nb.cells) <= MAX_CELLS and words <= MAX_WORDS, (
-        f"{len(nb.cells)} cells, {words} words"
-    )
+    assert len(nb.cells) <= MAX_CELLS and words <= MAX_WORDS
 
 
 @each
@@ -124,27 +101,24 @@ def test_outputs_are_clean(path):
 
 @each
 def test_outputs_are_fresh(path):
-    changed = clean.changes(read(path))
-    assert not changed, (
-        f"{path.stem} was not executed since {', '.join(changed)} changed: run `make notebooks` "
-        f"(or `python -m notebooks.run refresh {path.stem[:2]}`)"
-    )
+    assert clean.changes(read(path)) == [], "changed since it was executed: run `make notebooks`"
 
 
 # --- the rules ------------------------------------------------------------------------------------
 
 
 def executed(*outputs, source="print(1)", count=1, tags=()):
-    cell = new_code_cell(
-        source,
-        execution_count=count,
-        outputs=list(outputs),
-        metadata={"tags": list(tags)} if tags else {},
-    )
+    metadata = {"tags": list(tags)} if tags else {}
+    cell = new_code_cell(source, execution_count=count, outputs=[*outputs], metadata=metadata)
     return new_notebook(cells=[new_markdown_cell("# Title"), cell])
 
 
-PRINTED = new_output("stream", name="stdout", text="1\n")
+def stream(text, name="stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+PRINTED = stream("1\n")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 ERROR = new_output("error", ename="ValueError", evalue="3", traceback=["ValueError: 3"])
 
 
@@ -154,24 +128,12 @@ ERROR = new_output("error", ename="ValueError", evalue="3", traceback=["ValueErr
         (executed(PRINTED, count=2), "execution counts"),
         (executed(), "no outputs"),
         (executed(ERROR), "ends in ValueError: 3"),
-        (executed(new_output("stream", name="stderr", text="careful")), "stderr: careful"),
-        (
-            executed(new_output("display_data", {"application/vnd.jupyter.widget-view+json": {}})),
-            "widget",
-        ),
-        (
-            executed(new_output("stream", name="stdout", text="wrote /home/reader/x.pt")),
-            "/home/reader",
-        ),
-        (
-            executed(new_output("stream", name="stdout", text=f"wrote {clean.ROOT}/x.pt")),
-            str(clean.ROOT),
-        ),
+        (executed(stream("careful", "stderr")), "stderr: careful"),
+        (executed(new_output("display_data", {WIDGET: {}})), "widget"),
+        (executed(stream("wrote /home/reader/x.pt")), "/home/reader"),
+        (executed(stream(f"wrote {clean.ROOT}/x.pt")), str(clean.ROOT)),
         (executed(new_output("display_data", {"text/html": "<a href='/tmp/x'>"})), "/tmp/x"),
-        (
-            executed(new_output("stream", name="stdout", text="x" * clean.MAX_BYTES)),
-            "more than 307,200",
-        ),
+        (executed(stream("x" * clean.MAX_BYTES)), "more than 307,200"),
     ],
 )
 def test_faults_are_found(nb, fault):
@@ -183,47 +145,25 @@ def test_faultless_outputs_have_no_faults():
     assert clean.faults(executed(ERROR, tags=["raises-exception"])) == []
     picture = new_output("display_data", {"image/png": "abc/home/reader/"})
     assert clean.faults(executed(picture)) == []
-    assert (
-        clean.faults(executed(new_output("stream", name="stdout", text="~/home/x and data/home/y")))
-        == []
-    )
+    assert clean.faults(executed(stream("~/home/x and data/home/y"))) == []
 
 
 def test_cleaning_keeps_outputs_and_drops_traces_of_the_run():
-    first = new_output("stream", name="stdout", text="a")
-    nb = executed(
-        first,
-        new_output("stream", name="stdout", text="b"),
-        new_output("stream", name="stderr", text="c"),
-        count=7,
-    )
-    nb.cells[1].metadata.update(
-        papermill={"duration": 1},
-        execution={"x": 1},
-        tags=["parameters"],
-        nbmake={"mock": {"steps": 2}},
-    )
+    nb = executed(stream("a"), stream("b"), stream("c", "stderr"), count=7)
+    kept = {"tags": ["parameters"], "nbmake": {"mock": {"steps": 2}}}
+    nb.cells[1].metadata.update(kept, papermill={"duration": 1}, execution={"x": 1})
     nb.cells.insert(1, new_code_cell("steps = 3", metadata={"tags": ["injected-parameters"]}))
     nb.metadata.update(
         papermill={}, widgets={}, kernelspec={"name": "mine"}, language_info={"version": "3.11.7"}
     )
     done = clean.clean(nb)
     assert nb.cells[1].source == "steps = 3", "the argument is left alone"
-    assert done.metadata == {
-        "kernelspec": {
-            "name": "python3",
-            "language": "python",
-            "display_name": "Python 3 (ipykernel)",
-        },
-        "language_info": {"version": "3.11.7"},
-    }, "as JupyterLab gets them from the kernel: else it marks the notebook as changed"
+    # As JupyterLab gets them from the kernel: else it marks the notebook as changed.
+    names = dict(name="python3", language="python", display_name="Python 3 (ipykernel)")
+    assert done.metadata == {"kernelspec": names, "language_info": {"version": "3.11.7"}}
     (cell,) = code_cells(done)
-    assert cell.metadata == {"tags": ["parameters"], "nbmake": {"mock": {"steps": 2}}}
-    assert cell.execution_count == 1
-    assert [(output.name, output.text) for output in cell.outputs] == [
-        ("stdout", "ab"),
-        ("stderr", "c"),
-    ]
+    assert cell.metadata == kept and cell.execution_count == 1
+    assert cell.outputs == [stream("ab"), stream("c", "stderr")]
     assert clean.clean(done) == done
 
 

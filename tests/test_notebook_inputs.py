@@ -12,7 +12,6 @@ import sys
 
 import nbformat
 import pytest
-from papermill.cli import _resolve_type
 
 from notebooks import run
 from tutorial_lib.lab import show
@@ -97,18 +96,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(path):
         assert all(str(number) in str(caught.value) for number in numbers), caught.value
 
 
-@pytest.mark.parametrize(
-    "word, value", [("True", True), ("False", False), ("true", None), ("false", None), ("0", None)]
-)
-def test_words_of_papermill_for_a_switch(word, value):
-    notebook = Beginning(run.select(["02"])[0])
-    if value is None:
-        with pytest.raises(ValueError, match="shard_mlp .* is not True or False"):
-            notebook.check(shard_mlp=_resolve_type(word))
-    else:
-        assert notebook.check(shard_mlp=_resolve_type(word))["shard_mlp"] is value
-
-
 def test_an_integer_for_a_fraction_becomes_one():
     namespace = {"__annotations__": {"dropout": float}, "dropout": 0}
     assert check_parameters(namespace, dropout=0) == {"dropout": 0.0}
@@ -118,16 +105,12 @@ def test_an_integer_for_a_fraction_becomes_one():
 def test_in_ipython_the_cell_itself_is_read_and_unknown_parameters_are_refused():
     """Python 3.14 keeps the annotation of the last statement that IPython ran."""
     declaration = 'steps: int = 2  # how many\noutput_dir: str = "out"  # where'
-    namespace = {
-        "steps": 3,
-        "output_dir": "out",
-        "In": ["", declaration, "# Parameters\nsteps = 3\n"],
-    }
+    shell = ["", declaration, "# Parameters\nsteps = 3\n"]
+    namespace = {"steps": 3, "output_dir": "out", "In": shell}
     assert check_parameters(namespace) == {"steps": 3, "output_dir": "out"}
     namespace["In"].append('# Parameters\nsteps = 3\nstep = "x"\n')
-    with pytest.raises(
-        ValueError, match="no parameter is called step; there are steps, output_dir"
-    ):
+    said = "no parameter is called step; there are steps, output_dir"
+    with pytest.raises(ValueError, match=said):
         check_parameters(namespace)
 
 

@@ -10,7 +10,7 @@ from papermill.exceptions import PapermillExecutionError
 from notebooks import run
 from tutorial_lib.backends import is_installed
 
-from .notebook import tagged
+from .notebook import code_cells, printed, tagged
 from .notebook_cases import BAD_PARAMETERS, PARAMETER_SETS, QUICK, XLA_PARAMETERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,9 +37,8 @@ def execute(nb_or_name, tmp_path, parameters):
         path = run.FOLDER / f"{nb_or_name}.ipynb"
     else:
         nbformat.write(nb_or_name, path)
-    nb = run.execute(
-        path, tmp_path / "out.ipynb", {**parameters, "output_dir": str(tmp_path / "out")}
-    )
+    parameters = parameters | {"output_dir": str(tmp_path / "out")}
+    nb = run.execute(path, tmp_path / "out.ipynb", parameters)
     return nb, json.loads((tmp_path / "out" / "results.json").read_text())
 
 
@@ -47,9 +46,8 @@ def passed(nb, results, parameters):
     """That the notebook's claims hold, with these parameters, and nothing went to stderr."""
     assert results["claims"] and all(claim["passed"] for claim in results["claims"])
     assert parameters.items() <= results["results"]["parameters"].items()
-    assert not [
-        o for cell in nb.cells for o in cell.get("outputs", []) if o.get("name") == "stderr"
-    ]
+    outputs = [output for cell in code_cells(nb) for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
 
 
 OTHERS = {
@@ -96,9 +94,8 @@ def test_a_bad_parameter_of_papermill_ends_before_any_rank_starts(tmp_path):
         execute("02_bert_tensor_parallel", tmp_path, {"shard_mlp": "false"})
     assert caught.value.ename == "ValueError"
     ran = nbformat.read(tmp_path / "out.ipynb", 4)
-    outputs = [output for cell in ran.cells for output in cell.get("outputs", [])]
-    assert all(output.output_type != "stream" for output in outputs), (
-        "the ranks report as they start"
+    assert not any(printed(cell.outputs) for cell in code_cells(ran)), (
+        "ranks report when they start"
     )
 
 
@@ -117,5 +114,4 @@ def test_checks_accept_the_solutions(name, tmp_path):
     checks = tagged(ran, "check:")
     assert checks.keys() == solutions.keys()
     for cell in checks.values():
-        said = "".join(o.text for o in cell.outputs if o.output_type == "stream")
-        assert said.strip().endswith(": correct"), said
+        assert printed(cell.outputs).strip().endswith(": correct"), cell.outputs

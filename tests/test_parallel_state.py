@@ -13,10 +13,8 @@ from .standin import refused
 
 
 def test_layout_puts_tensor_parallel_ranks_side_by_side():
-    assert layout(8, 2) == (
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-        [[0, 2, 4, 6], [1, 3, 5, 7]],
-    )
+    tensor, data = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout(8, 2) == (tensor, data)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +34,11 @@ def test_sizes_that_do_not_fit_are_named(sizes, numbers):
 
 def coordinates():
     ps = parallel_state
+    groups = ps.get_tensor_model_parallel_group, ps.get_data_parallel_group
     return {
         "tp": (ps.get_tensor_model_parallel_size(), ps.get_tensor_model_parallel_rank()),
         "dp": (ps.get_data_parallel_size(), ps.get_data_parallel_rank()),
-        "lists": (
-            ps.get_tensor_model_parallel_group(as_list=True),
-            ps.get_data_parallel_group(as_list=True),
-        ),
+        "lists": [group(as_list=True) for group in groups],
         "name": ps.rmsg("here"),
         "gathered": ps.gather_python_object(dist.get_rank(), ps.get_data_parallel_group()),
     }
@@ -52,7 +48,7 @@ def test_every_rank_knows_its_place(ranks):
     found = ranks(coordinates, world_size=4, tp=2)
     assert [f["tp"] for f in found] == [(2, 0), (2, 1), (2, 0), (2, 1)]
     assert [f["dp"] for f in found] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    assert all(f["lists"] == ([[0, 1], [2, 3]], [[0, 2], [1, 3]]) for f in found)
+    assert all(f["lists"] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]] for f in found)
     assert found[3]["name"] == "[rank_3_tp1_dp1] here"
     assert [f["gathered"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
@@ -73,7 +69,7 @@ def initialize_twice():
 
 
 def test_destroy_and_initialize_again(ranks):
-    expected = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    expected = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
     assert ranks(initialize_twice, world_size=4, tp=None, timeout=20) == [expected] * 4
 
 

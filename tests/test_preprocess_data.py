@@ -52,6 +52,11 @@ def tokenize(tmp_path, tokenizer_files):
     return run
 
 
+def assert_same_files(prefix, other) -> None:
+    for path in (bin_path, idx_path):
+        assert path(prefix).read_bytes() == path(other).read_bytes()
+
+
 def run_script(module, *arguments):
     command = [sys.executable, "-m", f"data_scripts.{module}", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -90,8 +95,7 @@ def test_empty_documents_are_left_out(tokenize, empties, append_eod):
     texts = ["" if i in empties else text for i, text in enumerate(texts)]
     found, counts = tokenize(texts, "found", append_eod=append_eod)
     assert counts["empty_documents"] == len(empties) and counts["documents"] == len(kept)
-    for path in (bin_path, idx_path):
-        assert path(found.prefix).read_bytes() == path(expected.prefix).read_bytes()
+    assert_same_files(found.prefix, expected.prefix)
 
 
 def test_nothing_but_empty_documents(tokenize, tmp_path):
@@ -109,8 +113,7 @@ def test_same_bytes_from_any_number_of_workers_and_blocks(tokenize, monkeypatch)
     monkeypatch.setattr(json_lines, "BLOCK", 9000)
     for workers in (1, 2):
         data, _ = tokenize(texts, str(workers), append_eod=True, workers=workers)
-        for path in (bin_path, idx_path):
-            assert path(data.prefix).read_bytes() == path(expected.prefix).read_bytes()
+        assert_same_files(data.prefix, expected.prefix)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +179,7 @@ def test_the_tutorials_command(tmp_path, tokenizer_files, tokenize):
     )
     assert result.returncode == 0, result.stderr
     assert f"20 documents, {counts['tokens']:,} tokens" in result.stderr
-    for path in (bin_path, idx_path):
-        assert (
-            path(tmp_path / "my_text_document").read_bytes() == path(expected.prefix).read_bytes()
-        )
+    assert_same_files(tmp_path / "my_text_document", expected.prefix)
     result = run_script(*common, "--vocab", tokenizer_files[0])
     assert result.returncode == 1 and "error: " in result.stderr and "go together" in result.stderr
 
@@ -226,7 +226,6 @@ def test_from_the_dump_to_samples(tmp_path):
     again = prepare_megatron(tmp_path, corpus, vocab_size=1000, progress=False)
     assert again.folder == stage.folder and bin_path(prefix).stat().st_mtime_ns == before
     given = prepare_megatron(tmp_path, corpus, stage.folder, workers=2, progress=False)
-    for path in (bin_path, idx_path):
-        assert path(given.folder / PREFIX).read_bytes() == path(prefix).read_bytes()
+    assert_same_files(given.folder / PREFIX, prefix)
     with pytest.raises(ValueError, match="1,000 tokens, not vocab_size 999"):
         prepare_megatron(tmp_path, corpus, stage.folder, 999)

@@ -58,48 +58,40 @@ def farthest(found: dict, alone) -> float:
 
 def by_plan(sources: list[str], kind: str) -> tuple[float, float]:
     """How far loss and gradients are from those of one process."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        space, alone, whole = defined(sources, kind)
-        model = precise(space["theirs"](KINDS[kind]))
-        assert kind == "llama" or space["tie"](model)
-        space["shard_fully"](model)
-        mine, counts = space["share"](whole)
-        with space["loss_parallel"]():
-            loss = (next_token_loss if kind == "llama" else space["their_loss"])(
-                model, mine, counts
-            )
-            (loss * space["dp"]).backward()
-        total = space["comm"].all_reduce("sum", loss, space["over_dp"])
-        expected = hugging_face_loss(alone, whole)
-        expected.backward()
-        gradients = space["whole_gradients"](model)
-        assert gradients.keys() == dict(alone.named_parameters()).keys()
-        return (total - expected).abs().item(), farthest(gradients, alone)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float64)  # until the next task of the pool
+    space, alone, whole = defined(sources, kind)
+    model = precise(space["theirs"](KINDS[kind]))
+    assert kind == "llama" or space["tie"](model)
+    space["shard_fully"](model)
+    mine, counts = space["share"](whole)
+    with space["loss_parallel"]():
+        loss = (next_token_loss if kind == "llama" else space["their_loss"])(model, mine, counts)
+        (loss * space["dp"]).backward()
+    total = space["comm"].all_reduce("sum", loss, space["over_dp"])
+    expected = hugging_face_loss(alone, whole)
+    expected.backward()
+    gradients = space["whole_gradients"](model)
+    assert gradients.keys() == dict(alone.named_parameters()).keys()
+    return (total - expected).abs().item(), farthest(gradients, alone)
 
 
 def in_stages(sources: list[str]) -> tuple[float, float, int]:
     """The same by two stages, and how many gradients a stage has."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        space, alone, whole = defined(sources, "llama")
-        ids = whole["input_ids"]
-        space["next_token_loss"](alone(ids, use_cache=False).logits, ids).backward()
-        right = space["next_token_loss"](alone(ids, use_cache=False).logits, ids).item()
-        if space["rank"] > 1:
-            return 0.0, 0.0, 0
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        precise(model)
-        half = space["Half"](model, space["rank"])
-        schedule, _ = space["pipeline"](half, 4, space["next_token_loss"])
-        loss = space["step"](schedule, ids)
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return 0.0 if loss is None else abs(loss - right), farthest(found, alone), len(found)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float64)  # until the next task of the pool
+    space, alone, whole = defined(sources, "llama")
+    ids = whole["input_ids"]
+    space["next_token_loss"](alone(ids, use_cache=False).logits, ids).backward()
+    right = space["next_token_loss"](alone(ids, use_cache=False).logits, ids).item()
+    if space["rank"] > 1:
+        return 0.0, 0.0, 0
+    model = copy.deepcopy(alone)
+    model.zero_grad()
+    precise(model)
+    half = space["Half"](model, space["rank"])
+    schedule, _ = space["pipeline"](half, 4, space["next_token_loss"])
+    loss = space["step"](schedule, ids)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return 0.0 if loss is None else abs(loss - right), farthest(found, alone), len(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -43,9 +43,8 @@ def test_tutorials_tries_all_reports_each_and_fails_if_one_did(folder, capsys):
 
 def test_parameters_and_a_subset(folder, capsys):
     assert run.main(["tutorials", "00", "-p", "steps", "5"]) == 0
-    assert json.loads((folder / "out" / "results.json").read_text())["results"]["parameters"] == {
-        "steps": 5
-    }
+    written = json.loads((folder / "out" / "results.json").read_text())
+    assert written["results"]["parameters"] == {"steps": 5}
     assert not (folder / "executed" / "01_ill.ipynb").exists()
 
 
@@ -84,9 +83,8 @@ def test_refresh_refuses_outputs_that_a_reader_should_not_see(folder, capsys):
 
 
 def test_a_page_colours_px_cells_describes_pictures_and_folds_what_is_folded(tmp_path):
-    picture = new_output(
-        "display_data", {"image/png": "aGk="}, metadata={"image/png": {"alt": "A"}}
-    )
+    described = {"image/png": {"alt": "A"}}
+    picture = new_output("display_data", {"image/png": "aGk="}, metadata=described)
     cells = [
         new_code_cell("%%px\nimport os", outputs=[picture]),
         new_code_cell("secret = 3", metadata={"jupyter": {"source_hidden": True}}),

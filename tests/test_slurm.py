@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.notebook import Notebook, Traces
+from tests.notebook import Notebook, Traces, code_cells, printed
+from tests.notebook_cases import QUICK
 from tests.test_notebooks import execute, metrics
 from tests.test_pretrain_gpt import arguments, data, losses, torchrun  # noqa: F401
 from tutorial_lib.checkpoint.tags import latest
@@ -123,8 +124,8 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
     one_notebook.run("mesh = Mesh(world_size=4, tp_size=2)\nmesh.start()")
     one_notebook.run(TRAIN)
     local = one_notebook.run("print(mesh.gather('losses'))")
-    printed = one_notebook.run(ON_NODES)
-    assert printed.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
+    said = one_notebook.run(ON_NODES)
+    assert said.startswith("4 ranks on 2 nodes = 2 data × 2 tensor parallel, backend cpu, up in")
     names = "[os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'SLURMD_NODENAME')]"
     one_notebook.run("%%px\nimport os")
     places = [["0", "0", "0", "n1"], ["1", "1", "0", "n1"], ["2", "0", "1", "n2"]]
@@ -141,9 +142,8 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
     )
     threading.Timer(3, cluster.kill_node, ["n2"]).start()
     text = one_notebook.fail("%%px\nrun.train(0, lambda step: time.sleep(2))", within=60)
-    assert re.search(
-        r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown", text
-    ), text
+    ended = r"ranks (0, 1, )?2, 3: SLURM's job \d+ ended: (COMPLETING|NODE_FAIL), NodeDown"
+    assert re.search(ended, text), text
     assert "mesh.restart() starts new ranks." in text
     one_notebook.run("mesh.close()")
     cluster.start_node("n2")
@@ -153,18 +153,21 @@ def test_two_nodes_train_as_one_machine_does_and_go_on_after_one_has_died(
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_while_others_wait_and_a_reset(notebook):
-    text = notebook.fail("%%px\nif rank == 3:\n    raise KeyError('k')\ndist.barrier()", within=20)
-    assert "rank 3: KeyError: 'k'" in text and "ranks 0, 1, 2 waited in barrier" in text
-    notebook.run("mesh.reset()\nmesh.check()")
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed(notebook):
-    text = notebook.fail(
-        "%%px\nimport os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()", within=30
-    )
-    assert re.search(r"rank 1: process \d+ on n1 is gone", text) and "mesh.restart()" in text, text
+@pytest.mark.parametrize(
+    "cell, said",
+    [
+        ("if rank == 3: raise KeyError('k')", "(?s)rank 3: KeyError: 'k'.*ranks 0, 1, 2 waited in"),
+        (
+            "import os\nif rank == 1: os.kill(os.getpid(), 9)",
+            r"(?s)rank 1: process \d+ on n1 is gone.*mesh.restart\(\)",
+        ),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_a_rank_that_fails_while_others_wait_is_named(notebook, cell, said):
+    text = notebook.fail(f"%%px\n{cell}\ndist.barrier()", within=30)
+    assert re.search(said, text), text
+    notebook.run("mesh.recover()\nmesh.check()")
 
 
 @pytest.mark.slow
@@ -185,9 +188,7 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     later = 'slurm_options="--begin=now+1hour"'
     one_notebook.run(f'mesh = Mesh(4, launcher="slurm", nodes=2, {later})')
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
-    assert "is pending: BeginTime" in "".join(
-        o.text for o in one_notebook.outputs if o.output_type == "stream"
-    )
+    assert "is pending: BeginTime" in printed(one_notebook.outputs)
     _assert_gone(cluster)
 
 
@@ -273,15 +274,7 @@ def test_an_unattended_run_saves_before_its_time_is_over(cluster, data, tmp_path
 
 # ---- whole notebooks ----
 
-NOTEBOOKS = {
-    "00_meet_the_mesh": {"mebibytes": 1},
-    "01_developer_guide": {"world_size": 2, "steps": 2},
-    "02_bert_tensor_parallel": {"steps": 4},
-    "03_gpt_neox_sequence_parallel": {"steps": 3, "batch_size": 2},
-    "04_llama2_selective_checkpointing": {"steps": 4},
-    "05_megatron_gpt_pretraining": {"steps": 6},
-    "06_checkpoints": {"steps": 2, "batch_size": 1},
-}
+NOTEBOOKS = {name: parameters for name, parameters in QUICK.items() if name < "07"}
 ON_TWO_NODES = {"launcher": "slurm", "nodes": 2}
 IN_TEST_FULL = "01_developer_guide"
 
@@ -304,10 +297,8 @@ def in_cluster(cluster, monkeypatch):
 def test_a_notebook_on_two_nodes_has_the_results_of_one_machine(in_cluster, name, tmp_path):
     _, local = execute(name, tmp_path, NOTEBOOKS[name])
     ran, found = execute(name, tmp_path, NOTEBOOKS[name] | ON_TWO_NODES)
-    printed = "".join(
-        o.text for cell in ran.cells for o in cell.get("outputs", []) if o.output_type == "stream"
-    )
-    assert "ranks on 2 nodes" in printed
+    shown = [printed(cell.outputs) for cell in code_cells(ran)]
+    assert any("ranks on 2 nodes" in text for text in shown)
     assert found["claims"] and all(claim["passed"] for claim in found["claims"])
     names = [[claim["name"] for claim in one["claims"]] for one in (found, local)]
     assert names[0] == names[1]

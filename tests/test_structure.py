@@ -111,21 +111,12 @@ def reach(start: str, edges: dict) -> set[str]:
     return found
 
 
-def test_no_two_modules_share_a_name():
-    places = defaultdict(list)
-    for name, path in FILES.items():
-        if path.stem not in ("__init__", "__main__"):
-            places[path.stem].append(name)
-    twice = {stem: names for stem, names in places.items() if len(names) > 1 and stem not in TWICE}
-    assert not twice
-
-
-def test_no_two_classes_share_a_name():
+def test_no_two_modules_or_classes_share_a_name():
     places = defaultdict(list)
     for name, tree in TREES.items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(name)
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        for word in [*classes, *({FILES[name].stem} - {"__init__", "__main__"})]:
+            places[word].append(name)
     twice = {name: there for name, there in places.items() if len(there) > 1 and name not in TWICE}
     assert not twice
 
@@ -133,10 +124,8 @@ def test_no_two_classes_share_a_name():
 def code_lines(path: Path) -> int:
     """Lines that are not blank, comments or docstrings."""
     text = path.read_text()
-    layout = {
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-        *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE}
+    layout |= {tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:

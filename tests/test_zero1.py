@@ -34,9 +34,8 @@ class Odd(nn.Module):
         shapes |= dict(frozen=(4,), unused=(2,))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter((0.1 * torch.randn(shape)).to(dtype)))
-        self.sharded = nn.Parameter(
-            (0.1 * torch.randn(4, 6))[2 * TP() : 2 * TP() + 2].to(dtype).clone()
-        )
+        rows = slice(2 * TP(), 2 * TP() + 2)
+        self.sharded = nn.Parameter((0.1 * torch.randn(4, 6))[rows].to(dtype).clone())
         set_tensor_model_parallel_attributes(self.sharded, True, 0, 1)
         self.frozen.requires_grad_(False)
 
@@ -66,10 +65,8 @@ def train(optimizer_class, zero, clip, steps=8, dtype=torch.float32, cap_mb=1.0,
     model = move_model_to_device(model, xm.xla_device())
     if zero:
         options |= {"grad_clipping": clip is not None, "max_norm": clip, **defaults}
-        tp_groups = parallel_state.get_tensor_model_parallel_group(as_list=True)
-        optimizer = NeuronZero1Optimizer(
-            model.groups(), optimizer_class, grad_norm_groups=tp_groups, **options
-        )
+        options["grad_norm_groups"] = parallel_state.get_tensor_model_parallel_group(as_list=True)
+        optimizer = NeuronZero1Optimizer(model.groups(), optimizer_class, **options)
     else:
         optimizer = optimizer_class(model.groups(), **defaults)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -183,11 +180,13 @@ def test_sharded_state_dict_on_xla(ranks, tmp_path):
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 
+def zero1_of(p, **options):
+    return NeuronZero1Optimizer([p], torch.optim.SGD, grad_clipping=False, **options)
+
+
 def constant_gradient(steps, lr, masters=True, state=None):
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, use_master_weights=masters, grad_clipping=False, lr=lr
-    )
+    optimizer = zero1_of(p, lr=lr, use_master_weights=masters)
     if state is not None:
         optimizer.load_state_dict(state[dist.get_rank()])
     for _ in range(steps):
@@ -216,9 +215,7 @@ def test_masters_survive_a_resume(ranks):
 
 def accumulate_small(use_hook):
     p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
-    )
+    optimizer = zero1_of(p, lr=1.0, use_grad_acc_hook=use_hook)
     for scale in [1.0] + [2**-9] * 256:
         (p * scale).sum().backward()
     seen = p.grad
@@ -258,9 +255,7 @@ def test_a_model_may_mix_dtypes(ranks, masters):
 
 def one_rank_lacks_a_gradient(use_hook):
     p = nn.Parameter(torch.zeros(3))
-    optimizer = NeuronZero1Optimizer(
-        [p], torch.optim.SGD, grad_clipping=False, use_grad_acc_hook=use_hook, lr=1.0
-    )
+    optimizer = zero1_of(p, lr=1.0, use_grad_acc_hook=use_hook)
     if DP() == 1:
         (p * 4).sum().backward()
     optimizer.step()
@@ -283,8 +278,7 @@ def loaded_badly(what):
 
 
 @pytest.mark.parametrize(
-    "what, message",
-    [("size", ["of 8", "of 2"]), ("one", ["parameter 0 has shape [5]", "[6]"])],
+    "what, message", [("size", ["of 8", "of 2"]), ("one", ["parameter 0 has shape [5]", "[6]"])]
 )
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks(ranks, what, message):
     refused(ranks, ValueError, message, loaded_badly, what, tp=1)

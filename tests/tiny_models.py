@@ -10,6 +10,8 @@ import transformers
 
 from tutorial_lib.models import bert, gpt, gpt_neox, llama2
 
+from .parity import micro_batch
+
 VOCABULARY, LENGTH = 97, 16  # no tensor-parallel size divides the vocabulary
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=64,
@@ -82,9 +84,5 @@ class Samples(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
-        labels = ids.clone()
-        labels[LENGTH - 1 - index % 5 :] = -100
-        extra = {"next_sentence_label": torch.tensor(index % 2)} if self.kind == "bert" else {}
-        return {"input_ids": ids, "labels": labels, **extra}
+        batch = micro_batch(self.kind, "whole", index)
+        return {name: values[index % 2] for name, values in batch.items()}

@@ -37,10 +37,6 @@ from tutorial_lib.parallel_layers.marks import move_model_to_device
 from tutorial_lib.trainer.model import checkpoint_modules
 from tutorial_lib.training.memory import SavedActivations
 
-SMALL = dict(
-    hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=8,
-    head_dim=32,
-)  # fmt: skip
 LAYERS = {
     "ColumnParallelLinear": lambda: ColumnParallelLinear(32, 64),
     "RowParallelLinear": lambda: RowParallelLinear(32, 64),
@@ -97,9 +93,8 @@ def checkpointing(backend: str, steps: int, full: bool) -> list[dict]:
     """Milliseconds, saved and peak MiB of each way, a layer."""
     device, module = backends.get_device(backend), getattr(torch, backend)
     length, dtype = (4096, torch.bfloat16) if full else (512, torch.float32)
-    config = make_config(
-        "full", num_hidden_layers=4, vocab_size=256, use_cache=False, **({} if full else SMALL)
-    )
+    preset = "full" if full else "small"
+    config = make_config(preset, num_hidden_layers=4, vocab_size=256, use_cache=False)
     ids = torch.arange(length, device=device)[None] % 256
     rows = []
     for attention in ("eager", "sdpa"):
@@ -152,12 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     print(f"{backend}, torch {torch.__version__}")
     print(table(differences(backends.get_device(backend)), "One step, here and on the CPU"))
-    print(
-        table(
-            checkpointing(backend, chosen.steps, not chosen.small),
-            "A layer of Llama 2, forward and backward",
-        )
-    )
+    rows = checkpointing(backend, chosen.steps, not chosen.small)
+    print(table(rows, "A layer of Llama 2, forward and backward"))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

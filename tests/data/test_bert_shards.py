@@ -25,9 +25,8 @@ def rows(bert):
 
 def within(count, trials, probability):
     """Five standard deviations: fails by chance once in two million times."""
-    return abs(count - trials * probability) < 5 * math.sqrt(
-        trials * probability * (1 - probability)
-    )
+    deviation = math.sqrt(trials * probability * (1 - probability))
+    return abs(count - trials * probability) < 5 * deviation
 
 
 def test_keys_shapes_and_names(bert, rows):

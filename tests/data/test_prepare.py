@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -18,6 +16,7 @@ from data_scripts.corpus import extract
 from data_scripts.dump import default_dump
 from data_scripts.prepare import prepare
 from tests.slurm import wait_for
+from tests.standin import as_nobody, largest_file
 
 
 def hashes(folder):
@@ -117,38 +116,20 @@ def test_a_file_that_does_not_belong_is_named_and_stays(tiny, name, damaged):
     prepare("bert", **tiny)
 
 
-READ_ONLY = """
-import os, sys
-from data_scripts.prepare import prepare
-if os.geteuid() == 0:
-    os.setuid(65534)
-try:
-    print(prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2,
-                  workers=1, progress=False).folder)
-except OSError as error:
-    print(error)
-"""
-
-
 def test_a_folder_without_permission_is_named_with_the_option(tiny):
     """In a checkout of somebody else, say. What is complete there can be used."""
-    data_dir = tiny["data_dir"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o755)
-        dump = shutil.copy(tiny["dump"], folder)
-        command = [sys.executable, "-c", READ_ONLY]
-
-        def run(target):
-            words = [*command, str(target), dump]
-            result = subprocess.run(words, capture_output=True, text=True, timeout=60)
-            return result.stdout.strip()
-
-        for target in (Path(folder) / "build" / "data", Path(folder), Path(dump)):
-            message = run(target)
-            assert str(target) in message and "data_dir, --data-dir" in message, message
-        there = prepare("bert", **tiny | {"data_dir": Path(folder) / "data", "dump": dump}).folder
-        assert run(Path(folder) / "data") == str(there)
-    assert not data_dir.exists()
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        dump = Path(shutil.copy(tiny["dump"], folder))
+        for target in (folder / "build" / "data", folder, dump):
+            with as_nobody(), pytest.raises(OSError, match="data_dir, --data-dir") as caught:
+                prepare("bert", **tiny | {"data_dir": target, "dump": dump})
+            assert str(target) in str(caught.value)
+        there = tiny | {"data_dir": folder / "data", "dump": dump}
+        prepared = prepare("bert", **there)
+        with as_nobody():
+            assert prepare("bert", **there) == prepared
 
 
 def test_wrong_dumps(tmp_path):
@@ -221,22 +202,11 @@ def test_wrong_parameters(tiny, options, message):
         prepare(**tiny | options)
 
 
-LIMITED = """
-import resource, sys
-from data_scripts.prepare import prepare
-limit = int(sys.argv[3])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-prepare("bert", data_dir=sys.argv[1], dump=sys.argv[2], vocab_size=80, shards=2,
-        progress=False)
-"""
-
-
 @pytest.mark.parametrize("limit, there", [(4000, []), (20_000, ["corpus", "wordpiece"])])
 def test_a_write_that_fails_halfway_leaves_nothing(tiny, limit, there):
     """The kernel refuses to let a file grow past the limit, in the text or in a shard."""
-    command = [sys.executable, "-c", LIMITED, tiny["data_dir"], tiny["dump"], str(limit)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1 and "OSError" in result.stderr, result.stderr
+    with largest_file(limit), pytest.raises(OSError):
+        prepare("bert", **tiny)
     assert [name.split("-")[0] for name in stages(tiny["data_dir"])] == there
     prepare(**tiny)  # and the next run is none the worse for it
 
