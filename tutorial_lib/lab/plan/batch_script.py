@@ -17,7 +17,6 @@ import sys
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
 SAVE_SECONDS = 300  # that the ranks get to save before the job's time is over
-LINE = 96  # characters of the command on a line
 TEMPLATE = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -49,20 +48,11 @@ srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 
 
 def shell_lines(words: list[str]) -> str:
-    """A command for a shell, on lines that begin with an option where they can."""
-    options: list[str] = []
-    for word in words:
-        if word.startswith("-") or not options:
-            options.append(shlex.quote(word))
-        else:
-            options[-1] += f" {shlex.quote(word)}"
-    lines = options[:1]
-    for option in options[1:]:
-        if len(lines[-1]) + len(option) > LINE:
-            lines.append(option)
-        else:
-            lines[-1] += f" {option}"
-    return " \\\n  ".join(lines)
+    """A command for a shell, each option on a line of its own."""
+    shown = shlex.quote(words[0])
+    for word in words[1:]:
+        shown += (" \\\n  " if word.startswith("-") else " ") + shlex.quote(word)
+    return shown
 
 
 def batch_script(
