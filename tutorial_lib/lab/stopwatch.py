@@ -17,15 +17,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 _CALLS = (
-    "all_reduce",
-    "all_gather_into_tensor",
-    "isend",
-    "irecv",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "all_gather_object",
-    "barrier",
-)
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "isend", "irecv",
+    "all_gather_object", "barrier",
+)  # fmt: skip
 COMPUTING, WAITING, COMMUNICATING = "computing", "waiting", "communicating"
 
 

@@ -85,25 +85,17 @@ class Claims:
             )
         measured, expected = plain(measured), plain(expected)
         numbers = isinstance(measured, Real) and isinstance(expected, Real)
-        if relation != "==":
-            passed = _BOUNDS[relation][1](measured, expected)
+        claim = {"name": name, "measured": measured, "expected": expected, "tolerance": tolerance}
+        if relation == "==":
+            close = numbers and abs(measured - expected) <= tolerance
+            claim["passed"] = measured == expected or close
         else:
-            passed = measured == expected
-            if numbers and not passed:
-                passed = abs(measured - expected) <= tolerance
-        claim = {
-            "name": name,
-            "measured": measured,
-            "expected": expected,
-            "tolerance": tolerance,
-            "passed": passed,
-        }
-        self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
+            claim["passed"] = _BOUNDS[relation][1](measured, expected)
+            claim["relation"] = relation
+        self._claims[name] = claim
         self._write()
-        if not passed and not only_compiles():
-            message = (
-                f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}"
-            )
+        if not claim["passed"] and not only_compiles():
+            message = f"{name}: measured {text(measured)}, expected {_expectation(claim)}"
             if numbers and relation == "==":
                 message += f", off by {abs(measured - expected):.3g}"
             raise ClaimError(message)
