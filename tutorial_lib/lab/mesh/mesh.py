@@ -27,7 +27,7 @@ from numbers import Real
 
 from torch.distributed import TCPStore
 
-from tutorial_lib import backends
+from tutorial_lib import backends, xla_cpu
 from tutorial_lib.lab.mesh import magics, nursery, worker
 from tutorial_lib.lab.mesh.failures import MeshError, MeshInterrupted, RankError, describe_failure
 from tutorial_lib.lab.mesh.output import LiveOutput
@@ -57,9 +57,8 @@ class Mesh:
         backend: one of `backends.BACKENDS`, or `auto` for the best that works here.
         timeout: seconds that a collective waits for its peers before it raises. By default 20;
             where a compiler runs meanwhile, 120 with XLA on CPUs and 3600 on Trainium.
-        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
-        slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00
-            --exclusive"`.
+        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each. Further options
+            of `sbatch` are variables, such as `SBATCH_PARTITION`.
 
     Raises:
         ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before
@@ -75,7 +74,6 @@ class Mesh:
         timeout: float | None = None,
         launcher: str = "local",
         nodes: int = 1,
-        slurm_options: str = "",
     ):
         backend = backends.check_backend(backend)
         if timeout is None and backends.on_trainium(backend):
@@ -83,8 +81,7 @@ class Mesh:
         elif timeout is None:
             timeout = TIMEOUT_XLA_CPU if backend == "xla" else TIMEOUT
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
-        self.timeout = timeout
-        self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
+        self.timeout, self.launcher, self.nodes = timeout, launcher, nodes
         self._check()
         self.pids: list[int] = []  # of the ranks, in their order
         self._ranks: Ranks | None = None
@@ -103,11 +100,8 @@ class Mesh:
             return
         if self.launcher != "local":
             raise ValueError(f"launcher {self.launcher!r} is not one of local, slurm")
-        if self.nodes > 1 or self.slurm_options:
-            raise ValueError(
-                f"nodes {self.nodes} and slurm_options {self.slurm_options!r} need launcher "
-                "'slurm', not 'local'"
-            )
+        if self.nodes > 1:
+            raise ValueError(f"nodes {self.nodes} need launcher 'slurm', not 'local'")
         backends.check_backend(self.backend, self.world_size)
 
     # ---- life ----
@@ -130,8 +124,7 @@ class Mesh:
                 preload = nursery.PRELOAD_XLA if self.backend == "xla" else nursery.PRELOAD
                 self._ranks = Ranks(self.world_size, environment, preload)
             else:
-                options = self.nodes, self.slurm_options
-                self._ranks = SlurmRanks(self.world_size, environment, *options)
+                self._ranks = SlurmRanks(self.world_size, environment, self.nodes)
             self.pids = [rank.place["pid"] for rank in self._ranks.members]
             self._join()
         except BaseException as error:
@@ -266,7 +259,7 @@ class Mesh:
         Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
         """
         self._make_ready()
-        return self._call(worker.hlo_texts)[0]
+        return self._call(xla_cpu.hlo_texts)[0]
 
     def _make_ready(self) -> None:
         """Resets the ranks if a failure before makes that necessary and it is enough."""
