@@ -75,34 +75,29 @@ class Mesh:
         launcher: str = "local",
         nodes: int = 1,
     ):
-        backend = backends.check_backend(backend)
+        replica = 1 if tp_size is None else tp_size
+        ensure_positive(world_size=world_size, tp_size=replica, nodes=nodes)
+        ensure_divisibility(world_size, replica, "world_size over tp_size")
+        ensure_divisibility(world_size, nodes, "world_size over nodes")
+        if launcher == "slurm":
+            check_slurm()
+        elif launcher != "local":
+            raise ValueError(f"launcher {launcher!r} is not one of local, slurm")
+        elif nodes > 1:
+            raise ValueError(f"nodes {nodes} needs launcher 'slurm', not 'local'")
+        backend = backends.check_backend(backend, world_size if launcher == "local" else 1)
         if timeout is None and backends.on_trainium(backend):
             timeout = TIMEOUT_TRAINIUM
         elif timeout is None:
             timeout = TIMEOUT_XLA_CPU if backend == "xla" else TIMEOUT
+        if not isinstance(timeout, Real) or not 0 < timeout <= LONGEST:
+            raise ValueError(f"timeout {timeout!r} is not between 0 and {LONGEST:.0e} seconds")
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
         self.timeout, self.launcher, self.nodes = timeout, launcher, nodes
-        self._check()
         self.pids: list[int] = []  # of the ranks, in their order
         self._ranks: Ranks | None = None
         # What has to be called before the ranks can communicate; empty if nothing.
         self._remedy = "start"
-
-    def _check(self) -> None:
-        tp_size = 1 if self.tp_size is None else self.tp_size
-        ensure_positive(world_size=self.world_size, tp_size=tp_size, nodes=self.nodes)
-        ensure_divisibility(self.world_size, tp_size, "world_size over tp_size")
-        ensure_divisibility(self.world_size, self.nodes, "world_size over nodes")
-        if not isinstance(self.timeout, Real) or not 0 < self.timeout <= LONGEST:
-            raise ValueError(f"timeout {self.timeout!r} is not between 0 and {LONGEST:.0e} seconds")
-        if self.launcher == "slurm":
-            check_slurm()
-            return
-        if self.launcher != "local":
-            raise ValueError(f"launcher {self.launcher!r} is not one of local, slurm")
-        if self.nodes > 1:
-            raise ValueError(f"nodes {self.nodes} need launcher 'slurm', not 'local'")
-        backends.check_backend(self.backend, self.world_size)
 
     # ---- life ----
 

@@ -102,26 +102,20 @@ class Claims:
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""
-        self._metrics.append(
-            {
-                "MetricName": name,
-                "MeasuredValue": plain(value),
-                "Units": units,
-                "Timestamp": datetime.now(UTC).isoformat(),
-                "AdditionalData": plain(additional_data),
-            }
-        )
+        metric = {"MetricName": name, "MeasuredValue": plain(value), "Units": units}
+        metric["Timestamp"] = datetime.now(UTC).isoformat()
+        self._metrics.append(metric | {"AdditionalData": plain(additional_data)})
         self._write()
 
     def table(self) -> Table:
         """Every claim so far."""
         failing = "only compiled" if only_compiles() else "FAILS"
-        claims = list(self._claims.values())
-        rows = []
-        for claim in claims:
+        rows, failed = [], set()
+        for row, claim in enumerate(self._claims.values()):
             verdict = "holds" if claim["passed"] else failing
             rows.append([claim["name"], text(claim["measured"]), _expectation(claim), verdict])
-        failed = {row for row, claim in enumerate(claims) if not claim["passed"]}
+            if not claim["passed"]:
+                failed.add(row)
         return Table(["claim", "measured", "expected", ""], rows, marked=failed)
 
 
