@@ -135,7 +135,7 @@ def graphs_of_a_run(run):
         model, optimizer = run.build()
     batch = run.batch("xla")
     mark_step()  # the initial weights, which are no part of a step
-    client, ran = xla_cpu._started().client, []
+    client, ran = xla_cpu._boundary.client, []
     find = client._graph
     client._graph = lambda tensors: ran.append(find(tensors)) or ran[-1]
     try:

@@ -20,7 +20,8 @@ _CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "isend", "irecv",
     "all_gather_object", "barrier",
 )  # fmt: skip
-COMPUTING, WAITING, COMMUNICATING = "computing", "waiting", "communicating"
+ACTIVITIES = "computing", "waiting", "communicating"
+COMPUTING, WAITING, COMMUNICATING = ACTIVITIES
 
 
 @dataclass
@@ -139,7 +140,7 @@ def shares(recorded: Sequence[StepTimes]) -> list[dict[str, float]]:
     """Seconds that each rank spent computing, waiting and communicating."""
     totals = []
     for done in segments(recorded):
-        total = dict.fromkeys((COMPUTING, WAITING, COMMUNICATING), 0.0)
+        total = dict.fromkeys(ACTIVITIES, 0.0)
         for activity, start, end in done:
             total[activity] += end - start
         totals.append(total)

@@ -3,18 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tutorial_lib.lab.stopwatch import (
-    COMMUNICATING,
-    COMPUTING,
-    WAITING,
-    StepTimes,
-    segments,
-    shares,
-)
+from tutorial_lib.lab import stopwatch
+from tutorial_lib.lab.stopwatch import StepTimes
 
 from .pictures import COLOURS, FAINT, INK, Picture, _axes, _box, _label, _legend_below
 
-_FILLS = {COMPUTING: COLOURS[0], WAITING: FAINT, COMMUNICATING: COLOURS[1]}
+_FILLS = dict(zip(stopwatch.ACTIVITIES, (COLOURS[0], FAINT, COLOURS[1])))
 
 
 def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Picture:
@@ -32,7 +26,7 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
     described = []
     for axes, (name, recorded) in zip(panels, runs.items()):
         start = min(times.began for times in recorded)
-        for rank, (times, done) in enumerate(zip(recorded, segments(recorded))):
+        for rank, (times, done) in enumerate(zip(recorded, stopwatch.segments(recorded))):
             for activity, begun, ended in done:
                 span = [(1e3 * (begun - start), 1e3 * (ended - begun))]
                 axes.broken_barh(span, (rank - 0.3, 0.6), facecolors=_FILLS[activity])
@@ -80,6 +74,6 @@ def pipeline(
 
 def _described(recorded: Sequence[StepTimes]) -> str:
     """In words: the shares of the time of all ranks together."""
-    total = sum(map(Counter, shares(recorded)), Counter())
+    total = sum(map(Counter, stopwatch.shares(recorded)), Counter())
     whole = total.total() or 1.0
     return ", ".join(f"{100 * total[activity] / whole:.0f} % {activity}" for activity in _FILLS)
