@@ -49,7 +49,6 @@ STALE = {
         ({"world_size": 2, "backend": "tpu"}, ["'tpu'", "auto, cpu, cuda, neuron, xla"]),
         ({"world_size": 4, "launcher": "pbs"}, ["'pbs'", "local, slurm"]),
         ({"world_size": 4, "nodes": 2}, ["nodes 2", "slurm"]),
-        ({"world_size": 4, "slurm_options": "--exclusive"}, ["'--exclusive'", "slurm"]),
         ({"world_size": 4, "nodes": 0, "launcher": "slurm"}, ["nodes is 0"]),
         ({"world_size": 4, "nodes": 3, "launcher": "slurm"}, ["4", "3", "divisible"]),
     ],

@@ -135,7 +135,7 @@ def graphs_of_a_run(run):
         model, optimizer = run.build()
     batch = run.batch("xla")
     mark_step()  # the initial weights, which are no part of a step
-    client, ran = xla_cpu._started().client, []
+    client, ran = xla_cpu._boundary.client, []
     find = client._graph
     client._graph = lambda tensors: ran.append(find(tensors)) or ran[-1]
     try:
@@ -151,15 +151,13 @@ def graphs_of_a_run(run):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_graphs_say_what_the_dry_run_records_and_the_planner_lists(ranks, name):
     """Kind, group, shape, dtype and count, all of them. What is read is the graph as it is traced
-    and as Trainium's compiler would get it, so no pass of XLA has merged or split anything; of
-    reductions only sums occur.
+    and as Trainium's compiler would get it, so no pass of XLA has merged or split anything.
     """
     run = RUNS[name]
     planned = collectives(run)
     expected = Counter((c.kind, GROUPS[c.axis], c.shape, DTYPES[c.dtype]) for c in planned)
     for rank, found in enumerate(ranks(graphs_of_a_run, run, backend="xla", **MESH)):
         assert Counter(dry_run(run, rank).collectives) == Counter(planned)
-        assert {c.reduction for c in found} <= {None, "add"}
         assert {(c.kind, c.replica_groups, c.shape, c.dtype): c.count for c in found} == expected
 
 

@@ -127,10 +127,9 @@ class Base:
 
 # fmt: off
 def spread(
-    first: str = "#",  # comment
+    first: str,
 ):
     """Doc."""
-    # comment
     return (
         first
     )
@@ -140,19 +139,17 @@ def spread(
 def test_source_with_and_without_docstrings():
     assert "Doc." in repr(show.source(Base)) and "# comment" in repr(show.source(Base.other))
     bare = repr(show.source(Base, docstring=False))
-    assert "Doc." not in bare and "comment" not in bare and "y = x + 1" in bare
-    other = repr(show.source(Base.other, docstring=False))
-    assert other == "def other(self, x):\n    y = x + 1\n    return y"
+    assert "Doc." not in bare and "y = x + 1  # comment" in bare
     layout = repr(show.source(spread, docstring=False))
-    assert layout == 'def spread(\n    first: str = "#",\n):\n    return (\n        first\n    )'
+    assert layout == "def spread(\n    first: str,\n):\n    return (\n        first\n    )"
 
 
 @pytest.mark.parametrize(
     "picture",
     [
         lambda: show.mesh_grid([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-        lambda: show.slices((256, 1024), 4, 1, "columns"),
-        lambda: show.slices((1024, 256), 4, 0),
+        lambda: show.slices((256, 1024), 4, "rows"),
+        lambda: show.slices((1024, 256), 4),
         lambda: show.strips({"first": [(3, 60), (7, 5)], "second": [(7, 65)]}, "samples"),
         lambda: show.stacked({"7B": {"weights": 3e9, "gradients": 2e9}}, 4e9, "A core"),
         lambda: show.growth([1, 2], {"at most": [5, 9]}, {"published": [(1, 4)]}, "n", "s", "x"),

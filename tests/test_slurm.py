@@ -185,10 +185,12 @@ def test_a_job_that_waits_says_why_and_can_be_given_up(cluster, one_notebook):
     one_notebook.run("if globals().get('mesh'): mesh.close()")
     _assert_gone(cluster)
     one_notebook.interrupt_after(4)
-    later = 'slurm_options="--begin=now+1hour"'
-    one_notebook.run(f'mesh = Mesh(4, launcher="slurm", nodes=2, {later})')
+    one_notebook.run('mesh = Mesh(4, launcher="slurm", nodes=2)')
+    partition = "scontrol", "update", "PartitionName=main"
+    cluster.command(*partition, "State=DOWN")
     assert "the ranks were not up yet" in one_notebook.fail("mesh.start()", within=20)
-    assert "is pending: BeginTime" in printed(one_notebook.outputs)
+    cluster.command(*partition, "State=UP")
+    assert "is pending: PartitionDown" in printed(one_notebook.outputs)
     _assert_gone(cluster)
 
 

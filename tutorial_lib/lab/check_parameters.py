@@ -34,12 +34,9 @@ def check_parameters(
     """
     kinds = _declared(namespace)
     for cell in namespace.get("In", []):
-        if cell.startswith(INJECTED):
-            unknown = [name for name in _assigned(cell, ast.Assign) if name not in kinds]
-            if unknown:
-                raise ValueError(
-                    f"no parameter is called {unknown[0]}; there are {', '.join(kinds)}"
-                )
+        for name in _assigned(cell, ast.Assign) if cell.startswith(INJECTED) else ():
+            if name not in kinds:
+                raise ValueError(f"no parameter is called {name}; there are {', '.join(kinds)}")
     checked = {
         name: _check(name, kind, namespace[name], limits.get(name)) for name, kind in kinds.items()
     }

@@ -17,16 +17,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 _CALLS = (
-    "all_reduce",
-    "all_gather_into_tensor",
-    "isend",
-    "irecv",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "all_gather_object",
-    "barrier",
-)
-COMPUTING, WAITING, COMMUNICATING = "computing", "waiting", "communicating"
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "isend", "irecv",
+    "all_gather_object", "barrier",
+)  # fmt: skip
+ACTIVITIES = "computing", "waiting", "communicating"
+COMPUTING, WAITING, COMMUNICATING = ACTIVITIES
 
 
 @dataclass
@@ -145,7 +140,7 @@ def shares(recorded: Sequence[StepTimes]) -> list[dict[str, float]]:
     """Seconds that each rank spent computing, waiting and communicating."""
     totals = []
     for done in segments(recorded):
-        total = dict.fromkeys((COMPUTING, WAITING, COMMUNICATING), 0.0)
+        total = dict.fromkeys(ACTIVITIES, 0.0)
         for activity, start, end in done:
             total[activity] += end - start
         totals.append(total)

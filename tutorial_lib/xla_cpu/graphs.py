@@ -21,7 +21,6 @@ class Collective(NamedTuple):
     """Equal collectives of a graph."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute
-    reduction: str | None  # add, maximum, minimum, … where something is reduced
     # Who exchanges with whom; of a permutation the pairs (source, target).
     replica_groups: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]  # of the input on one rank
@@ -43,18 +42,11 @@ def find_collectives(hlo_texts: Iterable[str]) -> list[Collective]:
     """
     found: Counter[Collective] = Counter()
     for text in hlo_texts:
-        shapes, roots, computation = {}, {}, ""
-        for line in text.splitlines():
-            match = _INSTRUCTION.match(line)
-            if not match:
-                if line.rstrip().endswith("{"):
-                    computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-                continue
+        shapes = {}
+        for match in filter(None, map(_INSTRUCTION.match, text.splitlines())):
             shapes[match["name"]] = match["shape"]
-            if line.lstrip().startswith("ROOT"):
-                roots[computation] = match["op"]
             if re.fullmatch(_KINDS, match["op"]):
-                found.update(_read(match, shapes, roots))
+                found.update(_read(match, shapes))
     return [collective._replace(count=count) for collective, count in found.items()]
 
 
@@ -81,28 +73,28 @@ def find_masks(hlo_text: str, length: int) -> dict[tuple[int, ...], bool]:
             constant[name] = parts[0][int(re.search(r"index=(\d+)", match["rest"])[1])]
         else:
             constant[name] = op != "parameter" and all(part is True for part in parts)
-        dtype, sizes = _SHAPE.search(match["shape"]).groups()
-        shape = tuple(int(size) for size in sizes.split(",") if size)
+        dtype, shape = _type_of(match["shape"])
         is_tuple = match["shape"].startswith("(")
         if dtype == "pred" and shape[-2:] == (length, length) and not is_tuple:
             masks[shape] = masks.get(shape, True) and constant[name] is True
     return masks
 
 
-def _read(match: re.Match, shapes: dict[str, str], roots: dict[str, str]) -> list[Collective]:
+def _type_of(written: str) -> tuple[str, tuple[int, ...]]:
+    """Type of the elements and shape, of a tuple those of its first part."""
+    dtype, sizes = _SHAPE.search(written).groups()
+    return dtype, tuple(int(size) for size in sizes.split(",") if size)
+
+
+def _read(match: re.Match, shapes: dict[str, str]) -> list[Collective]:
     operands = [operand.split()[-1].lstrip("%") for operand in match["operands"].split(", ")]
     if match["op"] == "all-reduce" and len(operands) > 1:
         operands.pop()
     groups = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})?\}", match["rest"])
     members = re.findall(r"\{([\d,]*)\}", groups[1] or "") if groups else []
-    reducer = re.search(r"to_apply=%?([\w.-]+)", match["rest"])
-    return [
-        Collective(
-            match["op"].replace("-", "_"),
-            roots[reducer[1]] if reducer else None,
-            tuple(tuple(int(rank) for rank in group.split(",")) for group in members),
-            tuple(int(size) for size in _SHAPE.match(shapes[operand])[2].split(",") if size),
-            _SHAPE.match(shapes[operand])[1],
-        )
-        for operand in operands
-    ]
+    members = tuple(tuple(int(rank) for rank in group.split(",")) for group in members)
+    found = []
+    for operand in operands:
+        dtype, shape = _type_of(shapes[operand])
+        found.append(Collective(match["op"].replace("-", "_"), members, shape, dtype))
+    return found

@@ -10,6 +10,8 @@ ends in torch-xla's own error, "Unexpected execution".
 import functools
 import re
 import warnings
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 import torch_xla
@@ -33,7 +35,7 @@ class Guard:
     """Stands before the ways to read an XLA tensor while a collective is pending."""
 
     def __init__(self):
-        self._undo = []
+        self._replaced = ExitStack()
         for name in [name for name in dir(_XLAC) if re.match(f"_xla_({_KINDS})", name)]:
             self._replace(_XLAC, name, self._tracing(getattr(_XLAC, name)))
         for owner, names in _READERS.items():
@@ -54,8 +56,7 @@ class Guard:
         self.open()
         self._library._destroy()
         self._process_groups._destroy()
-        for owner, name, own, original in reversed(self._undo):
-            setattr(owner, name, original) if own else delattr(owner, name)
+        self._replaced.close()
 
     def open(self) -> None:
         """The step is over: nothing that is pending holds a collective."""
@@ -66,8 +67,7 @@ class Guard:
         return not _XLAC._get_allow_execution()
 
     def _replace(self, owner, name: str, function) -> None:
-        self._undo.append((owner, name, name in vars(owner), getattr(owner, name)))
-        setattr(owner, name, function)
+        self._replaced.enter_context(mock.patch.object(owner, name, function))
 
     def _tracing(self, function):
         @functools.wraps(function)

@@ -31,7 +31,7 @@ class PackedTensors:
             @functools.wraps(unpack_hook)
             def unpack(packed):
                 if self._looking:
-                    raise _Packed
+                    raise RuntimeError("what hooks have packed stays packed")
                 return unpack_hook(packed)
 
             init(hooks, pack_hook, unpack)
@@ -46,10 +46,6 @@ class PackedTensors:
             yield
         finally:
             self._looking = False
-
-
-class _Packed(RuntimeError):
-    pass
 
 
 class AutogradFence:

@@ -40,43 +40,32 @@ def describe_failure(reports: Mapping[int, dict], finished: Iterable[int] = ()) 
             rank that was still inside the cell has no `error`; one that died has no frames.
         finished: ranks that ended the cell without an error.
     """
-    waiting = {rank: r for rank, r in reports.items() if r["waited_in"]}
-    stuck = {
-        rank: r for rank, r in reports.items() if not r["waited_in"] and r.get("error") is None
-    }
-    guilty = {rank: r for rank, r in reports.items() if rank not in waiting and rank not in stuck}
-    parts = []
+    guilty, waiting, stuck = {}, {}, {}
+    for rank, r in reports.items():
+        kind = waiting if r["waited_in"] else stuck if r["error"] is None else guilty
+        kind[rank] = r
+    lines = []
     for ranks, first in _same(guilty, key=lambda r: (r["error"], tuple(r["frames"]))):
-        parts.append(
-            "\n".join(
-                [f"{name_ranks(ranks)}: {first['error']}", *("  " + f for f in first["frames"])]
-            )
-        )
+        lines += [f"{name_ranks(ranks)}: {first['error']}", *("  " + f for f in first["frames"])]
     tensors = {r["tensor"] for r in waiting.values()}
     waits = []
     for ranks, first in _same(waiting, key=lambda r: (r["waited_in"], r["line"], r["tensor"])):
         of = f" of {first['tensor']}" if len(tensors) > 1 and first["tensor"] else ""
         at = f" (at: {first['line']})" if first["line"] else ""  # a check waits outside of cells
         waits.append(f"{name_ranks(ranks)} waited in {first['waited_in']}{of}{at}")
+    places = [(name_ranks(n), first["line"]) for n, first in _same(stuck, lambda r: r["line"])]
     if waits and not guilty:
-        absent = (
-            [f"{name_ranks(finished)} never arrived: the cell had ended there"] if finished else []
-        )
-        absent += [
-            f"{name_ranks(ranks)} never arrived: still at: {first['line']}"
-            for ranks, first in _same(stuck, key=lambda r: r["line"])
-        ]
+        absent = [f"{who} never arrived: still at: {line}" for who, line in places]
+        if finished:
+            absent.insert(0, f"{name_ranks(finished)} never arrived: the cell had ended there")
         if not absent and len(waits) > 1:
             shapes = len({(r["waited_in"], r["line"]) for r in waiting.values()}) == 1
             differ = "with tensors of different shapes" if shapes else "in different collectives"
             absent = [f"each waited for the others, {differ}"]
         waits = ["; ".join(waits + absent)]
-    elif stuck:
-        waits += [
-            f"{name_ranks(ranks)} still ran (at: {first['line']})"
-            for ranks, first in _same(stuck, key=lambda r: r["line"])
-        ]
-    return "\n".join(parts + waits)
+    else:
+        waits += [f"{who} still ran (at: {line})" for who, line in places]
+    return "\n".join(lines + waits)
 
 
 def _same(reports: Mapping[int, dict], key) -> list[tuple[list[int], dict]]:

@@ -23,8 +23,13 @@ def register(mesh_that_is_up: Callable) -> None:
         UsageError, error, [f"UsageError: {error}"]
     )
 
+    def ranks(words: str) -> list[int]:
+        return [int(rank) for rank in words.split(",")]
+
     @magic_arguments()
-    @argument("--rank", help="run on these ranks only, such as 0 or 1,3; by default on all")
+    @argument(
+        "--rank", type=ranks, help="run on these ranks only, such as 0 or 1,3; by default on all"
+    )
     @argument(
         "--fails",
         action="store_true",
@@ -35,22 +40,16 @@ def register(mesh_that_is_up: Callable) -> None:
         no background.
         """
         given = parse_argstring(px, line)
-        wanted = given.rank
         try:
-            ranks = None if wanted is None else [int(rank) for rank in wanted.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--rank {wanted!r} is not a rank or a list of ranks such as 1,3"
-            ) from None
-        if not given.fails:
-            return mesh_that_is_up().run(cell, ranks)
-        # An error as a cell's result would end papermill, whatever the cell's tags.
-        try:
-            mesh_that_is_up().run(cell, ranks)
+            mesh_that_is_up().run(cell, given.rank)
         except RankError as error:
+            if not given.fails:
+                raise
+            # An error as a cell's result would end papermill, whatever the cell's tags.
             print(f"{type(error).__name__}: {error}")
         else:
-            raise AssertionError("the cell was meant to fail on a rank, and did not")
+            if given.fails:
+                raise AssertionError("the cell was meant to fail on a rank, and did not")
 
     @no_var_expand
     def px_line(line):

@@ -27,7 +27,7 @@ from numbers import Real
 
 from torch.distributed import TCPStore
 
-from tutorial_lib import backends
+from tutorial_lib import backends, xla_cpu
 from tutorial_lib.lab.mesh import magics, nursery, worker
 from tutorial_lib.lab.mesh.failures import MeshError, MeshInterrupted, RankError, describe_failure
 from tutorial_lib.lab.mesh.output import LiveOutput
@@ -57,9 +57,8 @@ class Mesh:
         backend: one of `backends.BACKENDS`, or `auto` for the best that works here.
         timeout: seconds that a collective waits for its peers before it raises. By default 20;
             where a compiler runs meanwhile, 120 with XLA on CPUs and 3600 on Trainium.
-        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each.
-        slurm_options: further options of `sbatch`, such as `"--partition=trn1 --time=8:00:00
-            --exclusive"`.
+        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each. Further options
+            of `sbatch` are variables, such as `SBATCH_PARTITION`.
 
     Raises:
         ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before
@@ -75,40 +74,30 @@ class Mesh:
         timeout: float | None = None,
         launcher: str = "local",
         nodes: int = 1,
-        slurm_options: str = "",
     ):
-        backend = backends.check_backend(backend)
+        replica = 1 if tp_size is None else tp_size
+        ensure_positive(world_size=world_size, tp_size=replica, nodes=nodes)
+        ensure_divisibility(world_size, replica, "world_size over tp_size")
+        ensure_divisibility(world_size, nodes, "world_size over nodes")
+        if launcher == "slurm":
+            check_slurm()
+        elif launcher != "local":
+            raise ValueError(f"launcher {launcher!r} is not one of local, slurm")
+        elif nodes > 1:
+            raise ValueError(f"nodes {nodes} needs launcher 'slurm', not 'local'")
+        backend = backends.check_backend(backend, world_size if launcher == "local" else 1)
         if timeout is None and backends.on_trainium(backend):
             timeout = TIMEOUT_TRAINIUM
         elif timeout is None:
             timeout = TIMEOUT_XLA_CPU if backend == "xla" else TIMEOUT
+        if not isinstance(timeout, Real) or not 0 < timeout <= LONGEST:
+            raise ValueError(f"timeout {timeout!r} is not between 0 and {LONGEST:.0e} seconds")
         self.world_size, self.tp_size, self.backend = world_size, tp_size, backend
-        self.timeout = timeout
-        self.launcher, self.nodes, self.slurm_options = launcher, nodes, slurm_options
-        self._check()
+        self.timeout, self.launcher, self.nodes = timeout, launcher, nodes
         self.pids: list[int] = []  # of the ranks, in their order
         self._ranks: Ranks | None = None
         # What has to be called before the ranks can communicate; empty if nothing.
         self._remedy = "start"
-
-    def _check(self) -> None:
-        tp_size = 1 if self.tp_size is None else self.tp_size
-        ensure_positive(world_size=self.world_size, tp_size=tp_size, nodes=self.nodes)
-        ensure_divisibility(self.world_size, tp_size, "world_size over tp_size")
-        ensure_divisibility(self.world_size, self.nodes, "world_size over nodes")
-        if not isinstance(self.timeout, Real) or not 0 < self.timeout <= LONGEST:
-            raise ValueError(f"timeout {self.timeout!r} is not between 0 and {LONGEST:.0e} seconds")
-        if self.launcher == "slurm":
-            check_slurm()
-            return
-        if self.launcher != "local":
-            raise ValueError(f"launcher {self.launcher!r} is not one of local, slurm")
-        if self.nodes > 1 or self.slurm_options:
-            raise ValueError(
-                f"nodes {self.nodes} and slurm_options {self.slurm_options!r} need launcher "
-                "'slurm', not 'local'"
-            )
-        backends.check_backend(self.backend, self.world_size)
 
     # ---- life ----
 
@@ -130,8 +119,7 @@ class Mesh:
                 preload = nursery.PRELOAD_XLA if self.backend == "xla" else nursery.PRELOAD
                 self._ranks = Ranks(self.world_size, environment, preload)
             else:
-                options = self.nodes, self.slurm_options
-                self._ranks = SlurmRanks(self.world_size, environment, *options)
+                self._ranks = SlurmRanks(self.world_size, environment, self.nodes)
             self.pids = [rank.place["pid"] for rank in self._ranks.members]
             self._join()
         except BaseException as error:
@@ -266,7 +254,7 @@ class Mesh:
         Trainium, where torch-xla keeps them to itself, and on backends that trace nothing.
         """
         self._make_ready()
-        return self._call(worker.hlo_texts)[0]
+        return self._call(xla_cpu.hlo_texts)[0]
 
     def _make_ready(self) -> None:
         """Resets the ranks if a failure before makes that necessary and it is enough."""

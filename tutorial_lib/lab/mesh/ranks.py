@@ -182,11 +182,8 @@ class Ranks:
 
     def _read_log(self) -> str:
         self._log.seek(0)
-        texts = [
-            self._log.read().decode(errors="replace"),
-            *(said for _, said in self._exits.values()),
-        ]
-        return "\n".join(texts)
+        said = (text for _, text in self._exits.values())
+        return "\n".join([self._log.read().decode(errors="replace"), *said])
 
     def pump(self, timeout: float) -> None:
         """Takes in what has been sent, and waits for it at most `timeout` seconds."""

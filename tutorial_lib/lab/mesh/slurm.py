@@ -34,21 +34,15 @@ BATCH_TEMPLATE = """#!/bin/sh
 #SBATCH --output={{log}}
 #SBATCH --export=ALL
 #SBATCH --no-requeue
-{options}
+
 # A rank that dies is reported; the others are not killed with it.
 exec srun --kill-on-bad-exit=0 {{command}}
 """
 
 
-def batch_file(nodes: int, ranks_per_node: int, options: list[str] = ()) -> str:
-    """The file of a mesh's job; what stands in braces is filled in when it is submitted.
-
-    Args:
-        nodes, ranks_per_node: how many.
-        options: further ones of `sbatch`, such as `["--partition=trn1"]`.
-    """
-    options = "".join(f"#SBATCH {option}\n" for option in options)
-    return BATCH_TEMPLATE.format(nodes=nodes, per_node=ranks_per_node, options=options)
+def batch_file(nodes: int, ranks_per_node: int) -> str:
+    """The file of a mesh's job; what stands in braces is filled in when it is submitted."""
+    return BATCH_TEMPLATE.format(nodes=nodes, per_node=ranks_per_node)
 
 
 def check_slurm() -> None:
@@ -74,19 +68,18 @@ class SlurmRanks(Ranks):
         count: how many.
         environment: what they start with.
         nodes: how many.
-        options: further ones of `sbatch`, such as `"--partition=trn1 --time=8:00:00 --exclusive"`.
 
     Raises:
         MeshError: SLURM does not answer, or the ranks did not come up.
     """
 
-    def __init__(self, count: int, environment: dict[str, str], nodes: int, options: str):
+    def __init__(self, count: int, environment: dict[str, str], nodes: int):
         if not (names := _run("sinfo", "--noheader", "--Node", "--format=%N").split()):
             raise MeshError("sinfo lists no nodes")
         described = _run("scontrol", "--oneliner", "show", "node", names[0])
         # Of this machine, on the network that it shares with the nodes.
         self.address = address_towards(re.search(r"NodeAddr=(\S+)", described)[1])
-        self._script = batch_file(nodes, count // nodes, shlex.split(options))
+        self._script = batch_file(nodes, count // nodes)
         self._looked_at, self._said = 0.0, None
         self.state, self.reason = "PENDING", "None"
         super().__init__(count, environment)

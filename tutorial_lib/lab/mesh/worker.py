@@ -289,13 +289,6 @@ def value(expression: str):
     return tree_map_only(torch.Tensor, lambda t: t.cpu().detach(), result)
 
 
-def hlo_texts() -> list[str]:
-    """The graphs that this rank has run, the newest last; none where they cannot be had."""
-    if (xla_cpu := sys.modules.get("tutorial_lib.xla_cpu")) is None or not xla_cpu.is_started():
-        return []
-    return xla_cpu.hlo_texts()
-
-
 def assign(values: dict) -> None:
     """Sets variables in the rank's namespace."""
     shell().user_ns.update(values)

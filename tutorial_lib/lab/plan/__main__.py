@@ -67,8 +67,8 @@ def _plan(chosen: argparse.Namespace) -> Plan:
         run = Run(AutoConfig.from_pretrained(chosen.model, local_files_only=True))
     else:
         raise ValueError(f"{chosen.model!r} is neither a folder nor one of {', '.join(TUTORIALS)}")
-    given = {name: value for name, value in vars(chosen).items() if value is not None}
-    changes = {name: given[name] for name in OPTIONS if name in given}
+    given = {name: getattr(chosen, name) for name in OPTIONS}
+    changes = {name: value for name, value in given.items() if value is not None}
     if chosen.dtype:
         changes["dtype"] = DTYPES[chosen.dtype]
     if chosen.nodes is not None:

@@ -79,13 +79,9 @@ def _rate(run: Run, *names: str) -> float:
     return next((getattr(run.config, name) for name in names if hasattr(run.config, name)), 0.0)
 
 
-def _tokens(run: Run) -> int:
-    return run.micro_batch * run.sequence
-
-
 def _chunk(run: Run) -> float:
     """The tokens between the tensor-parallel layers on a rank."""
-    return _tokens(run) / (run.tp if run.sequence_parallel else 1)
+    return run.tokens / (run.tp if run.sequence_parallel else 1)
 
 
 def _stream(run: Run) -> float:
@@ -96,7 +92,7 @@ def _statistics(run: Run, backend: str) -> float:
     """A norm's numbers for each token: Llama's scale; else mean and deviation, as the kernel has
     them.
     """
-    wide = max(4, run.dtype.itemsize)
+    wide = run.wide.itemsize
     if run.family == "llama":
         return _chunk(run) * wide
     return _chunk(run) * 2 * (run.dtype.itemsize if backend == "cpu" else wide)
@@ -104,7 +100,7 @@ def _statistics(run: Run, backend: str) -> float:
 
 def _attention(run: Run, backend: str) -> dict[str, float]:
     """From query, key and value to the input of the output projection, on a rank."""
-    tokens, element = _tokens(run), run.dtype.itemsize
+    tokens, element = run.tokens, run.dtype.itemsize
     heads, (queries, keys) = run.config.num_attention_heads // run.tp, qkv_features(run)
     dropout = _rate(run, "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob") > 0
     matrix = heads * tokens * run.sequence  # elements of the attention matrices
@@ -115,7 +111,7 @@ def _attention(run: Run, backend: str) -> dict[str, float]:
     if run.checkpointing in ("selective", "selective+mlp"):
         return around
     if run.uses_sdpa and backend != "xla" and not dropout:
-        wide = max(4, element) if backend == "cpu" else 4
+        wide = run.wide.itemsize if backend == "cpu" else 4
         numbers = wide * heads * tokens  # one of each row of the attention matrix
         if run.family == "bert":
             numbers += run.micro_batch * run.sequence**2 * element  # its mask
@@ -125,7 +121,7 @@ def _attention(run: Run, backend: str) -> dict[str, float]:
         if dropout:
             around["dropout's mask and result"] = matrix * (1 + element)
         return around
-    wide = max(4, element)  # written out, the fused kernel computes in float32
+    wide = run.wide.itemsize  # written out, the fused kernel computes in float32
     if run.family == "gpt2" and wide == element and 1 in (heads, run.micro_batch):
         # It copies query and key; the values remain a view of all three.
         around["query, key, value"] += 2 * tokens * queries * element
@@ -138,8 +134,7 @@ def _attention(run: Run, backend: str) -> dict[str, float]:
 
 def _feed_forward(run: Run) -> dict[str, float]:
     """Between the first and the second multiplication."""
-    shards = run.tp if run.family != "bert" or run.options.get("shard_mlp") else 1
-    features, element = _tokens(run) * run.features / shards, run.dtype.itemsize
+    features, element = run.tokens * run.features, run.dtype.itemsize
     gated = run.family == "llama"
     each = activation_bytes(activation_name(run.config), run.dtype, gated)
     kept = {"input of the last multiplication": features * element}
@@ -173,17 +168,15 @@ def _ids(run: Run, backend: str) -> float:
     """
     on_device = backend != "cpu"
     masks = 2 + on_device  # whose target is here, which count, which are outside
-    embedding = 0
-    if run.tp > 1 or on_device:
-        embedding = ID + 1 + on_device
-    return _tokens(run) * (embedding + ID + masks + max(4, run.dtype.itemsize))
+    embedding = ID + 1 + on_device if run.tp > 1 or on_device else 0
+    return run.tokens * (embedding + ID + masks + run.wide.itemsize)
 
 
 def _causal_ends(run: Run, backend: str) -> float:
     """Embedding, positions, last norm, head and cross entropy."""
     config, element = run.config, run.dtype.itemsize
     ends = 2 * _stream(run) + _statistics(run, backend)  # the norm's input and output
-    ends += _tokens(run) * vocabulary(run) * element + _ids(run, backend) + ID
+    ends += run.tokens * vocabulary(run) * element + _ids(run, backend) + ID
     if _rate(run, "embd_pdrop", "hidden_dropout"):
         ends += _stream(run)  # its mask
     if run.family == "gpt2":
@@ -200,14 +193,11 @@ def _causal_ends(run: Run, backend: str) -> float:
 def _bert_ends(run: Run, backend: str) -> float:
     """Embeddings, pooler, transform, head and both losses."""
     config, element, batch = run.config, run.dtype.itemsize, run.micro_batch
-    wide, hidden = max(4, element), config.hidden_size
+    wide, hidden = run.wide.itemsize, config.hidden_size
     dropout = config.hidden_dropout_prob > 0
     ends = (3 + dropout) * _stream(run) + 2 * _statistics(run, backend)
-    ends += _tokens(run) * hidden * activation_bytes(config.hidden_act, run.dtype)
+    ends += run.tokens * hidden * activation_bytes(config.hidden_act, run.dtype)
     ends += batch * hidden * element + batch * 2 * element  # pooled, next sentence
-    ends += _tokens(run) * vocabulary(run) * element
-    if run.options.get("shard_vocabulary"):
-        ends += _ids(run, backend) + 2 * wide + element
-    else:
-        ends += 2 * element + 2 * wide
-    return ends + (_tokens(run) if run.checkpointing == "full" else 0)  # the mask, as bytes
+    ends += run.tokens * vocabulary(run) * element + 2 * wide + element
+    ends += _ids(run, backend) if run.shards("vocabulary") else element
+    return ends + (run.tokens if run.checkpointing == "full" else 0)  # the mask, as bytes

@@ -5,7 +5,7 @@ ParallelCluster.
         -m tutorial_lib.training.pretrain_gpt --distributed-backend xla … > pretrain.sbatch
     sbatch pretrain.sbatch
 
-One `torchrun` on each node starts its ranks. Some minutes before the job's time is over SLURM sends
+One `torchrun` on each node starts its ranks. Five minutes before the job's time is over SLURM sends
 them SIGUSR1, upon which they save and stop; the same file, submitted again, goes on from there. A
 notebook needs no such file: `Mesh(launcher="slurm")` submits a job by itself.
 """
@@ -16,8 +16,6 @@ import sys
 
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
-SAVE_SECONDS = 300  # that the ranks get to save before the job's time is over
-LINE = 96  # characters of the command on a line
 TEMPLATE = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -25,7 +23,7 @@ TEMPLATE = """#!/bin/bash
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
-#SBATCH --signal=USR1@{save_seconds}
+#SBATCH --signal=USR1@300
 {options}set -euo pipefail
 
 # Ranks meet on the first node, where this file runs. Its port follows from the job's number, so
@@ -49,20 +47,11 @@ srun --kill-on-bad-exit=1 bash -c "$compile {changes}"
 
 
 def shell_lines(words: list[str]) -> str:
-    """A command for a shell, on lines that begin with an option where they can."""
-    options: list[str] = []
-    for word in words:
-        if word.startswith("-") or not options:
-            options.append(shlex.quote(word))
-        else:
-            options[-1] += f" {shlex.quote(word)}"
-    lines = options[:1]
-    for option in options[1:]:
-        if len(lines[-1]) + len(option) > LINE:
-            lines.append(option)
-        else:
-            lines[-1] += f" {option}"
-    return " \\\n  ".join(lines)
+    """A command for a shell, each option on a line of its own."""
+    shown = shlex.quote(words[0])
+    for word in words[1:]:
+        shown += (" \\\n  " if word.startswith("-") else " ") + shlex.quote(word)
+    return shown
 
 
 def batch_script(
@@ -99,7 +88,6 @@ def batch_script(
         name=shlex.quote(name),
         nodes=nodes,
         ranks=ranks_per_node,
-        save_seconds=SAVE_SECONDS,
         options="".join(f"#SBATCH {option}\n" for option in options),
         command=shell_lines(command).replace("'", "'\\''"),  # within the quotes of `run`
         precompile=PRECOMPILE.format(changes=shlex.join(precompile)) if precompile else "",

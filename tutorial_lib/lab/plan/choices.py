@@ -56,15 +56,12 @@ def switches(plan: Plan) -> dict[str, Plan]:
         for kind in MODELS[run.family].checkpointed
         if kind != run.checkpointing
     }
-    words = {
-        "sequence_parallel": "sequence parallel",
-        "zero": "ZeRO-1",
-        "float32_gradients": "float32 gradients",
-    }
-    for name, called in words.items():
+    for name in ("sequence_parallel", "zero", "float32_gradients"):
+        called = "ZeRO-1" if name == "zero" else name.replace("_", " ")
         on = getattr(run, name)
-        changes = {name: not on} | ({"float32_gradients": False} if name == "zero" and on else {})
-        tried[f"{'without' if on else 'with'} {called}"] = changes
+        tried[f"{'without' if on else 'with'} {called}"] = {name: not on}
+    if run.zero:
+        tried["without ZeRO-1"]["float32_gradients"] = False
     if run.accumulation % 2 == 0:
         halved = dict(micro_batch=2 * run.micro_batch, accumulation=run.accumulation // 2)
         tried["micro-batches twice as large"] = halved

@@ -26,13 +26,9 @@ def collectives(run: Run, backend: str = "xla") -> list[Collective]:
     return [c for c in found if c.group_size > 1]
 
 
-def _wide(run: Run) -> torch.dtype:
-    return torch.promote_types(run.dtype, torch.float32)
-
-
 def _micro_batch(run: Run) -> Iterator[Collective]:
     """Forward and backward of one micro-batch, all over tensor parallelism."""
-    config, tp, wide = run.config, run.tp, _wide(run)
+    config, tp, wide = run.config, run.tp, run.wide
     batch, length, hidden = run.micro_batch, run.sequence, config.hidden_size
     again = run.checkpointing == "full"
     whole = (length, batch, hidden) if run.sequence_parallel else (batch, length, hidden)
@@ -41,47 +37,35 @@ def _micro_batch(run: Run) -> Iterator[Collective]:
     def over_tp(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Collective:
         return Collective(kind, tp, shape, dtype, "tp")
 
-    gather, scatter = (
-        over_tp("all_gather", chunk, run.dtype),
-        over_tp("reduce_scatter", whole, wide),
-    )
-    reduce = over_tp("all_reduce", whole, wide)
-    cut_vocabulary = run.family != "bert" or run.options.get("shard_vocabulary")
-    if cut_vocabulary:
+    gather = over_tp("all_gather", chunk, run.dtype)
+    scatter, reduce = (over_tp(kind, whole, wide) for kind in ("reduce_scatter", "all_reduce"))
+    if run.shards("vocabulary"):
         yield over_tp("reduce_scatter" if run.sequence_parallel else "all_reduce", whole, run.dtype)
         yield over_tp("all_gather", (1, 2, batch, length), wide)  # of the cross entropy
     if run.sequence_parallel:
         yield gather  # the embedding's gradient
         yield from (gather, gather, scatter)  # the head: forward, backward
-        pair = [
-            gather,
-            scatter,
-            gather,
-            gather,
-            scatter,
-        ]  # column forward, row forward; row, column backward
-        pair += [gather, scatter] if again else []
-        yield from pair * (2 * config.num_hidden_layers)
+        forward, backward = [gather, scatter], [gather, gather, scatter]  # of a column and a row
+        yield from (forward * (1 + again) + backward) * (2 * config.num_hidden_layers)
     else:
-        yield from [reduce] * bool(cut_vocabulary)  # the head's backward
-        columns, rows = (3, 1) if run.family == "bert" else (1, 1)
-        if run.family != "bert" or run.options.get("shard_mlp"):
+        yield from [reduce] * run.shards("vocabulary")  # the head's backward
+        columns, rows = 3 if run.family == "bert" else 1, 1
+        if run.shards("mlp"):
             columns, rows = columns + 1, rows + 1
-        yield from [reduce] * (config.num_hidden_layers * (columns + rows * (2 if again else 1)))
+        yield from [reduce] * (config.num_hidden_layers * (columns + rows * (1 + again)))
     copies = kv_multiplier(config, tp) if run.family == "llama" else 1
     if copies > 1:
         shared = 2 * qkv_features(run)[1]
         axis = "kv" if copies < tp else "tp"  # all of a model's ranks may hold the same head
-        for _ in range(config.num_hidden_layers):
-            yield Collective("all_reduce", copies, (shared, hidden), run.dtype, axis)
-            if config.attention_bias:
-                yield Collective("all_reduce", copies, (shared,), run.dtype, axis)
+        shapes = [(shared, hidden)] + [(shared,)] * config.attention_bias
+        for shape in shapes * config.num_hidden_layers:
+            yield Collective("all_reduce", copies, shape, run.dtype, axis)
 
 
 def _step(run: Run) -> Iterator[Collective]:
     """Counts and loss; gradients, their norm, and with ZeRO-1 the weights."""
-    dp, wide, bert = run.dp, _wide(run), run.family == "bert"
-    yield Collective("all_reduce", dp, (2,) if bert else (), torch.int64, "dp")
+    dp, wide = run.dp, run.wide
+    yield Collective("all_reduce", dp, (2,) if run.family == "bert" else (), torch.int64, "dp")
     yield Collective("all_reduce", dp, (), wide, "dp")
 
     held = parameters(run)

@@ -123,11 +123,10 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
         ran = min(run.accumulation, 2)
         with comm.record() as collectives:
             accumulate_gradients(model, [batch] * ran)
-            before_the_step = len(collectives)
+            end = len(collectives) - (run.dp > 1)  # with others the loss is reduced last
             gradients = memory.gradient_bytes(model)
             optimizer.step()
-        start = len(collectives[:before_the_step]) - ran * len(micro_batch) - (run.dp > 1)
-        end = start + ran * len(micro_batch)
+        start = end - ran * len(micro_batch)
         assert collectives[start:end] == micro_batch * ran, "micro-batches differ in what they say"
         collectives[end:end] = micro_batch * (run.accumulation - ran)
 

@@ -14,10 +14,8 @@ def layer_operations(run: Run) -> tuple[int, int, int]:
         The whole; of it query times key (as much as probabilities times value); and the last
         multiplication.
     """
-    tokens = run.micro_batch * run.sequence
+    tokens, features = run.tokens, run.features
     hidden, (queries, keys) = run.config.hidden_size, qkv_features(run)
-    cut = run.tp if run.family != "bert" or run.options.get("shard_mlp") else 1
-    features = run.features // cut
     scores = 2 * tokens * run.sequence * queries
     matrices = hidden * (queries + 2 * keys) + queries * hidden
     matrices += (3 if run.family == "llama" else 2) * hidden * features
@@ -26,7 +24,7 @@ def layer_operations(run: Run) -> tuple[int, int, int]:
 
 def end_operations(run: Run) -> int:
     """Of what lies around the layers, forward."""
-    hidden, tokens = run.config.hidden_size, run.micro_batch * run.sequence
+    hidden, tokens = run.config.hidden_size, run.tokens
     head = 2 * tokens * min(vocabulary(run), run.config.vocab_size) * hidden
     if run.family != "bert":
         return head

@@ -45,18 +45,17 @@ def bounds(plan: Plan) -> Table:
 
 def other_choices(plan: Plan) -> Table:
     """What each switch would save or cost."""
-    rows = []
-    for name, other in {"as planned": plan, **switches(plan)}.items():
-        rows.append(
-            {
-                "choice": name,
-                "a core holds": size(other.total_bytes),
-                "fits": "yes" if other.fits else "no",
-                "operations": _change(other.operations, plan.operations),
-                "bytes sent": _change(other.bytes_sent, plan.bytes_sent),
-                "sequences/s at most": float(f"{other.throughput:.3g}"),
-            }
-        )
+    rows = [
+        {
+            "choice": name,
+            "a core holds": size(other.total_bytes),
+            "fits": other.fits,
+            "operations": _change(other.operations, plan.operations),
+            "bytes sent": _change(other.bytes_sent, plan.bytes_sent),
+            "sequences/s at most": float(f"{other.throughput:.3g}"),
+        }
+        for name, other in {"as planned": plan, **switches(plan)}.items()
+    ]
     return table(rows, "One choice changed")
 
 

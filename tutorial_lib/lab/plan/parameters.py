@@ -44,9 +44,9 @@ def parameters(run: Run) -> list[nn.Parameter]:
 
 def vocabulary(run: Run) -> int:
     """Rows of the vocabulary on a rank, padding included."""
-    if run.family == "bert" and not run.options.get("shard_vocabulary"):
-        return run.config.vocab_size
     whole, multiple = run.config.vocab_size, MODELS[run.family].vocabulary_multiple
+    if not run.shards("vocabulary"):
+        return whole
     return (whole + padding_of(whole, run.tp, multiple)) // run.tp
 
 

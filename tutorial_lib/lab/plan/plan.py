@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from tutorial_lib.backends import BACKENDS
 from tutorial_lib.lab.plan.runs import Run
 from tutorial_lib.parallel_layers.comm import Collective
@@ -64,12 +62,10 @@ class Plan:
         in it.
         """
         run, held = self.run, parameters(self.run)
-        wide = torch.promote_types(run.dtype, torch.float32).itemsize
-        count = sum(p.numel() for p in held)
+        count, wide = sum(p.numel() for p in held), run.wide.itemsize
+        state = 2 * wide * count
         if run.zero:  # a master and two moments of this rank's shard
             state = sum(3 * wide * shard_length(p.numel(), run.dp) for p in held)
-        else:
-            state = 2 * wide * count
         return {
             "weights": count * run.dtype.itemsize,
             "gradients": count * (wide if run.float32_gradients else run.dtype.itemsize),

@@ -84,14 +84,11 @@ class Run:
             )
         if self.float32_gradients and not self.zero:
             raise ValueError("float32_gradients needs zero: ZeRO-1 is what accumulates them")
-        shard_mlp = self.family != "bert" or self.options.get("shard_mlp", False)
-        check_config(self.config, self.tp, shard_mlp)
+        check_config(self.config, self.tp, self.shards("mlp"))
         if self.sequence_parallel:
             if self.family == "bert":
                 raise ValueError("sequence_parallel is not built for bert")
-            ensure_divisibility(
-                self.sequence, self.tp, "sequence length over tensor-parallel ranks"
-            )
+            ensure_divisibility(self.sequence, self.tp, "sequence over tensor-parallel ranks")
         if self.sequence > self.config.max_position_embeddings:
             raise ValueError(
                 f"sequence {self.sequence} is above the model's "
@@ -102,10 +99,26 @@ class Run:
     def family(self) -> str:
         return self.config.model_type
 
+    def shards(self, what: str) -> bool:
+        """Whether tensor parallelism shards the `mlp` or the `vocabulary`; BERT alone has the
+        choice.
+        """
+        return self.family != "bert" or self.options.get(f"shard_{what}", False)
+
     @property
     def features(self) -> int:
-        """F of the whole model."""
-        return feed_forward_size(self.config)
+        """F of a rank's feed-forward layers."""
+        return feed_forward_size(self.config) // (self.tp if self.shards("mlp") else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch of one rank."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums and states are kept in: float32, or more if the weights are."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def uses_sdpa(self) -> bool:
@@ -156,13 +169,13 @@ class Run:
         row is padding.
         """
         ids = torch.ones(self.micro_batch, self.sequence, dtype=torch.long, device=device)
-        if self.family != "bert":
-            return {"input_ids": ids, "labels": ids.clone()}
-        seen = ids.clone()
-        seen[:, -1] = 0
-        segments, following = torch.zeros_like(ids), torch.zeros_like(ids[:, 0])
-        names = {"token_type_ids": segments, "attention_mask": seen, "labels": ids.clone()}
-        return {"input_ids": ids, **names, "next_sentence_label": following}
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if self.family == "bert":
+            seen, segments = ids.clone(), torch.zeros_like(ids)
+            seen[:, -1] = 0
+            batch |= {"token_type_ids": segments, "attention_mask": seen}
+            batch["next_sentence_label"] = torch.zeros_like(ids[:, 0])
+        return batch
 
 
 @contextmanager

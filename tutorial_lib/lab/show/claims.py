@@ -85,51 +85,37 @@ class Claims:
             )
         measured, expected = plain(measured), plain(expected)
         numbers = isinstance(measured, Real) and isinstance(expected, Real)
-        if relation != "==":
-            passed = _BOUNDS[relation][1](measured, expected)
+        claim = {"name": name, "measured": measured, "expected": expected, "tolerance": tolerance}
+        if relation == "==":
+            close = numbers and abs(measured - expected) <= tolerance
+            claim["passed"] = measured == expected or close
         else:
-            passed = measured == expected
-            if numbers and not passed:
-                passed = abs(measured - expected) <= tolerance
-        claim = {
-            "name": name,
-            "measured": measured,
-            "expected": expected,
-            "tolerance": tolerance,
-            "passed": passed,
-        }
-        self._claims[name] = claim if relation == "==" else {**claim, "relation": relation}
+            claim["passed"] = _BOUNDS[relation][1](measured, expected)
+            claim["relation"] = relation
+        self._claims[name] = claim
         self._write()
-        if not passed and not only_compiles():
-            message = (
-                f"{name}: measured {text(measured)}, expected {_expectation(self._claims[name])}"
-            )
+        if not claim["passed"] and not only_compiles():
+            message = f"{name}: measured {text(measured)}, expected {_expectation(claim)}"
             if numbers and relation == "==":
                 message += f", off by {abs(measured - expected):.3g}"
             raise ClaimError(message)
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
         """Adds a measured value that nothing is claimed of."""
-        self._metrics.append(
-            {
-                "MetricName": name,
-                "MeasuredValue": plain(value),
-                "Units": units,
-                "Timestamp": datetime.now(UTC).isoformat(),
-                "AdditionalData": plain(additional_data),
-            }
-        )
+        metric = {"MetricName": name, "MeasuredValue": plain(value), "Units": units}
+        metric["Timestamp"] = datetime.now(UTC).isoformat()
+        self._metrics.append(metric | {"AdditionalData": plain(additional_data)})
         self._write()
 
     def table(self) -> Table:
         """Every claim so far."""
         failing = "only compiled" if only_compiles() else "FAILS"
-        claims = list(self._claims.values())
-        rows = []
-        for claim in claims:
+        rows, failed = [], set()
+        for row, claim in enumerate(self._claims.values()):
             verdict = "holds" if claim["passed"] else failing
             rows.append([claim["name"], text(claim["measured"]), _expectation(claim), verdict])
-        failed = {row for row, claim in enumerate(claims) if not claim["passed"]}
+            if not claim["passed"]:
+                failed.add(row)
         return Table(["claim", "measured", "expected", ""], rows, marked=failed)
 
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from PIL import Image
 
@@ -82,6 +82,12 @@ def _count_bytes(axis: Axis, largest: float, ticks: int) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
 
 
+def _legend_below(figure: Figure, colours: Mapping[str, str]) -> None:
+    handles = [Patch(color=fill, label=name) for name, fill in colours.items()]
+    below = dict(ncols=len(handles), loc="outside lower center")
+    figure.legend(handles=handles, frameon=False, fontsize=8, **below)
+
+
 def _label(axes: Axes, xlabel: str, ylabel: str = "") -> None:
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
@@ -115,8 +121,8 @@ def mesh_grid(tp_groups: Sequence[Sequence[int]], dp_groups: Sequence[Sequence[i
     return Picture(figure, f"A grid of {rows * columns} ranks; rows are {groups}.")
 
 
-def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Picture:
-    """A weight of `shape` in equal shards along `dim`, each in the colour of its rank."""
+def slices(shape: tuple[int, int], parts: int, title: str = "") -> Picture:
+    """A weight of `shape` in equal shards of its rows, each in the colour of its rank."""
     figure, (axes,) = _axes(2.0, title=title)
     rows, columns = shape
     width = min(max(columns / rows, 0.35), 3.0)
@@ -124,18 +130,12 @@ def slices(shape: tuple[int, int], parts: int, dim: int, title: str = "") -> Pic
     axes.title.set(x=0.35 / 3.95, ha="left")  # above the weight's left edge
     axes.axis("off")
     for rank in range(parts):
-        if dim == 0:
-            place = 0, rank / parts, width, 1 / parts
-        else:
-            place = rank * width / parts, 0, width / parts, 1
-        _box(axes, *place, colour(rank), f"rank {rank}")
-    shard = (rows // parts, columns) if dim == 0 else (rows, columns // parts)
+        _box(axes, 0, rank / parts, width, 1 / parts, colour(rank), f"rank {rank}")
     _write(axes, width / 2, -0.05, f"{columns:,}", va="bottom")
     _write(axes, -0.05, 0.5, f"{rows:,}", ha="right")
-    sizes = f"{rows:,} × {columns:,} in all\n{shard[0]:,} × {shard[1]:,} on each rank"
+    sizes = f"{rows:,} × {columns:,} in all\n{rows // parts:,} × {columns:,} on each rank"
     _write(axes, width + 0.12, 0.5, sizes, ha="left")
-    by = "columns" if dim else "rows"
-    alt = f"A {rows} × {columns} weight, sharded by {by} over {parts} ranks."
+    alt = f"A {rows} × {columns} weight, sharded by rows over {parts} ranks."
     return Picture(figure, f"{title}. {alt}" if title else alt)
 
 
@@ -211,13 +211,12 @@ def stacked(rows: Mapping[str, Mapping[str, float]], limit: float, title: str = 
     left = [0.0] * len(rows)
     for index, kind in enumerate(kinds):
         values = [row.get(kind, 0) for row in rows.values()]
-        axes.barh(list(rows), values, left=left, height=0.7, color=colour(index), label=kind)
+        axes.barh(list(rows), values, left=left, height=0.7, color=colour(index))
         left = [start + value for start, value in zip(left, values)]
     axes.axvline(limit, color=INK, lw=1.6)
     _count_bytes(axes.xaxis, max(limit, *left), 8)
     axes.invert_yaxis()
-    below = dict(ncols=len(kinds), loc="outside lower center")
-    figure.legend(frameon=False, fontsize=8, **below)
+    _legend_below(figure, {kind: colour(index) for index, kind in enumerate(kinds)})
     sums = (f"{name} {size(sum(row.values()))}" for name, row in rows.items())
     return Picture(figure, f"Stacked bars of bytes: {', '.join(sums)}; the limit is {size(limit)}.")
 

@@ -1,21 +1,14 @@
 """A step by rank over time: computing, waiting, communicating."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from matplotlib.patches import Patch
+from tutorial_lib.lab import stopwatch
+from tutorial_lib.lab.stopwatch import StepTimes
 
-from tutorial_lib.lab.stopwatch import (
-    COMMUNICATING,
-    COMPUTING,
-    WAITING,
-    StepTimes,
-    segments,
-    shares,
-)
+from .pictures import COLOURS, FAINT, INK, Picture, _axes, _box, _label, _legend_below
 
-from .pictures import COLOURS, FAINT, INK, Picture, _axes, _box
-
-_FILLS = {COMPUTING: COLOURS[0], WAITING: FAINT, COMMUNICATING: COLOURS[1]}
+_FILLS = dict(zip(stopwatch.ACTIVITIES, (COLOURS[0], FAINT, COLOURS[1])))
 
 
 def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Picture:
@@ -33,7 +26,7 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
     described = []
     for axes, (name, recorded) in zip(panels, runs.items()):
         start = min(times.began for times in recorded)
-        for rank, (times, done) in enumerate(zip(recorded, segments(recorded))):
+        for rank, (times, done) in enumerate(zip(recorded, stopwatch.segments(recorded))):
             for activity, begun, ended in done:
                 span = [(1e3 * (begun - start), 1e3 * (ended - begun))]
                 axes.broken_barh(span, (rank - 0.3, 0.6), facecolors=_FILLS[activity])
@@ -45,9 +38,8 @@ def timeline(runs: Mapping[str, Sequence[StepTimes]], title: str = "") -> Pictur
         axes.set_ylim(len(recorded) - 0.4, -0.7)
         axes.set_title(name, fontsize=9, loc="left", color=INK)
         described.append(f"{name}: {_described(recorded)}")
-    panels[-1].set_xlabel("milliseconds", fontsize=9)
-    handles = [Patch(color=fill, label=activity) for activity, fill in _FILLS.items()]
-    figure.legend(handles=handles, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
+    _label(panels[-1], "milliseconds")
+    _legend_below(figure, _FILLS)
     return Picture(figure, f"A bar of time for each rank. {'; '.join(described)}.")
 
 
@@ -71,10 +63,8 @@ def pipeline(
             _box(axes, *where, COLOURS[kinds.index(kind)], str(number))
     axes.set(xlim=(0, 1e3 * (end - start)), ylim=(len(stages) - 0.5, -0.5))
     axes.set_yticks(range(len(stages)), list(stages))
-    axes.set_xlabel("milliseconds", fontsize=9)
-    fills = {kind: COLOURS[index] for index, kind in enumerate(kinds)} | {"idle": FAINT}
-    handles = [Patch(color=fill, label=kind) for kind, fill in fills.items()]
-    figure.legend(handles=handles, ncols=3, loc="outside lower center", frameon=False, fontsize=8)
+    _label(axes, "milliseconds")
+    _legend_below(figure, dict(zip(kinds, COLOURS)) | {"idle": FAINT})
     order = (
         f"{name}: {', '.join(f'{kind} {number}' for kind, number, *_ in done)}"
         for name, done in stages.items()
@@ -84,9 +74,6 @@ def pipeline(
 
 def _described(recorded: Sequence[StepTimes]) -> str:
     """In words: the shares of the time of all ranks together."""
-    totals = shares(recorded)
-    whole = sum(sum(total.values()) for total in totals) or 1.0
-    return ", ".join(
-        f"{100 * sum(total[activity] for total in totals) / whole:.0f} % {activity}"
-        for activity in _FILLS
-    )
+    total = sum(map(Counter, stopwatch.shares(recorded)), Counter())
+    whole = total.total() or 1.0
+    return ", ".join(f"{100 * total[activity] / whole:.0f} % {activity}" for activity in _FILLS)
