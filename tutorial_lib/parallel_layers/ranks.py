@@ -24,14 +24,11 @@ class Place(NamedTuple):
 
 
 def my_place() -> Place:
-    group = next(
-        g for g in parallel_state.get_data_parallel_replica_groups() if dist.get_rank() in g
-    )
     return Place(
-        group.index(dist.get_rank()),
+        parallel_state.get_data_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
-        len(group),
+        parallel_state.get_data_parallel_size(),
     )
 
 

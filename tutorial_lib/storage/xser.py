@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from .disk import Digest, check_file, reported, reserve, write_file
+from . import Digest, check_file, reported, reserve, write_file
 from .objects import NUMPY_KINDS, check_tensor, identity, map_tensors, to_host
 
 Digests = dict[Path, Digest]
