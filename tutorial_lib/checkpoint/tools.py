@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from ..storage import Digest
 from . import tags
@@ -38,13 +39,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
         theirs = read_config(config)
         layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
         shards.use_layouts(layouts)
-        shards.metadata = {
-            "architecture": model_of(theirs.to_dict()).__name__,
-            "config": json.loads(theirs.to_json_string(use_diff=False)),
-            "mesh": mesh_of(shards.tp, 1),
-            "tied": ties,
-            "optimizer": None,
-        }
+        shards.metadata = weights_metadata(theirs, shards.tp, ties)
     if shards.layouts is None:
         why = "does not have metadata.json" if shards.metadata is None else "was saved from a dict"
         raise ValueError(
@@ -54,6 +49,17 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
     if not shards.layouts:
         raise ValueError(f"{shards.path} does not hold a model")
     return shards
+
+
+def weights_metadata(config: PretrainedConfig, tp: int, ties: list[list[str]]) -> dict:
+    """The metadata of the weights of a Hugging Face model, but for their layouts."""
+    return {
+        "architecture": model_of(config.to_dict()).__name__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "mesh": mesh_of(tp, 1),
+        "tied": ties,
+        "optimizer": None,
+    }
 
 
 def mesh_of(tp: int, dp: int) -> dict[str, int]:

@@ -89,13 +89,9 @@ class PretrainingDataset(Dataset):
         count = padding[0] if len(padding) else len(positions)
         labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
         labels[positions[:count]] = sample["masked_lm_ids"][:count]
-        return [
-            torch.from_numpy(sample["input_ids"]),
-            torch.from_numpy(sample["segment_ids"]),
-            torch.from_numpy(sample["input_mask"]),
-            torch.from_numpy(labels),
-            torch.tensor(sample["next_sentence_labels"], device="cpu"),
-        ]
+        values = [sample[key] for key in ("input_ids", "segment_ids", "input_mask")]
+        values += [labels, sample["next_sentence_labels"]]
+        return [torch.as_tensor(value, device="cpu") for value in values]
 
     def _read(self, index: int) -> dict[str, np.ndarray]:
         shard = bisect_right(self._ends, index)

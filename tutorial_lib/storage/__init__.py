@@ -4,6 +4,7 @@ Files are written aside, flushed, renamed, and known by their digest. A file tha
 regular one; a device or a pipe in its place counts as missing.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
-CHUNK = 1 << 20  # bytes read at a time: they stay in the processor's cache
 TEXT = 1 << 28  # bytes that a marker or other text may have
 PARTIAL = ".part"
 
@@ -34,12 +34,9 @@ def hash_of(data: bytes) -> str:
 
 def digest_of(path: str | Path) -> Digest:
     """The digest of a file as it is on the disk."""
-    state, size, room = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(room):
-            state.update(room[:count])
-            size += count
-    return Digest(size, state.hexdigest())
+        state = hashlib.file_digest(file, xxhash.xxh3_128)
+        return Digest(file.tell(), state.hexdigest())
 
 
 @contextmanager
