@@ -24,7 +24,7 @@ from tutorial_lib.parallel_layers.grads import (
     wide_dtype,
 )
 
-from .finite_step import SKIP, check_finite, check_policy, update_where
+from .finite_step import check_finite, update_where
 from .zero1_collectives import all_gather_into, reduce_scatter_mean
 from .zero1_state import check_fits, complete_state, load_shards
 
@@ -55,8 +55,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         save_master_weights: put the masters into `state_dict`, by default unlike in the vendor's
             library. Without them a resumed bfloat16 run starts from rounded weights.
         use_master_weights: False keeps masters and state in each parameter's own dtype.
-        nonfinite_gradients: "skip" leaves a step out, on all ranks, where the norm of the gradients
-            is inf or NaN, and counts it in `skipped_steps`; "raise" raises FloatingPointError.
         **optimizer_defaults: for the inner optimizer.
 
     Attributes:
@@ -82,7 +80,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         use_master_weights: bool = True,
-        nonfinite_gradients: str = SKIP,
         **optimizer_defaults,
     ):
         tensor_parallel = parallel_state.get_tensor_model_parallel_replica_groups()
@@ -94,8 +91,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.max_norm = 1.0 if max_norm is None else max_norm
         if not self.max_norm > 0:
             raise ValueError(f"max_norm {max_norm} is not above 0")
-        check_policy(nonfinite_gradients)
-        self.nonfinite_gradients = nonfinite_gradients
         self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
         self.optimizer_class, self.grad_clipping = optimizer_class, grad_clipping
@@ -239,7 +234,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         for shard, grad in zip(shards, grads):
             shard.grad = grad
         norm = get_grad_norm(shards, self.sharding_groups)
-        finite = check_finite(norm, self.nonfinite_gradients, self.param_groups)
+        finite = check_finite(norm, self.param_groups)
         if self.grad_clipping:
             self.grad_norm = norm
             coefficient = clip_coefficient(norm, self.max_norm)

@@ -81,7 +81,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         reduce_gradients(self.optimizer, parallel_state.get_data_parallel_group())
         parameters = [p for group in self.param_groups for p in group["params"]]
         norm = get_grad_norm(parameters)
-        finite = check_finite(norm, config["nonfinite_gradients"], self.param_groups)
+        finite = check_finite(norm, self.param_groups)
         if config["grad_clipping"]:
             self.grad_norm = norm
             clip_grads_with_norm(parameters, norm, config["max_grad_norm"])
@@ -111,7 +111,6 @@ def initialize_parallel_optimizer(
         max_norm=config["max_grad_norm"],
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],
-        nonfinite_gradients=config["nonfinite_gradients"],
         **defaults,
     )
     return NxDOptimizer(optimizer, nxd_config)
