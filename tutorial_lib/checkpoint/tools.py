@@ -8,6 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from ..parallel_layers import ranks
 from ..storage import Digest
 from . import tags
 from .architectures import describe_model, model_of, read_config
@@ -56,14 +57,10 @@ def weights_metadata(config: PretrainedConfig, tp: int, ties: list[list[str]]) -
     return {
         "architecture": model_of(config.to_dict()).__name__,
         "config": json.loads(config.to_json_string(use_diff=False)),
-        "mesh": mesh_of(tp, 1),
+        "mesh": ranks.mesh_of(tp, 1),
         "tied": ties,
         "optimizer": None,
     }
-
-
-def mesh_of(tp: int, dp: int) -> dict[str, int]:
-    return {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
 
 
 def check_output(output: str | Path, *inputs: str | Path) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.ranks import gather
 
 
 def check_finite(norm: torch.Tensor, param_groups: list[dict]) -> torch.Tensor:
@@ -25,10 +25,7 @@ def check_finite(norm: torch.Tensor, param_groups: list[dict]) -> torch.Tensor:
     """
     finite = norm.isfinite()
     if norm.device.type not in ("xla", "meta") and not finite:
-        found = parallel_state.gather_python_object(
-            _nonfinite(param_groups), parallel_state.get_world_group()
-        )
-        names = sorted(set().union(*found))
+        names = sorted(set().union(*gather(_nonfinite(param_groups))))
         culprits = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         why = f"not finite are those of {culprits}" if names else "their sum overflows"
         if dist.get_rank() == 0:
