@@ -137,12 +137,8 @@ def create_pretraining_dataset(
             f"{len(train_data)} samples in {input_file} do not fill a batch of {mini_batch_size} "
             f"on each of {dp_size} data-parallel ranks"
         )
-    train_sampler = DistributedSampler(
-        train_data,
-        num_replicas=dp_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        drop_last=True,
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    train_sampler = DistributedSampler(train_data, dp_size, rank, drop_last=True)
     return DataLoader(
         train_data,
         sampler=train_sampler,
@@ -157,12 +153,9 @@ def create_pretraining_dataset(
 def training_shards(input_file: str | os.PathLike) -> list[Path]:
     """The shard itself, or a folder's training shards in the order of their names."""
     path = Path(input_file)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"no shard and no folder at {path}")
-    if not (shards := sorted(path.glob(PATTERN))):
-        raise FileNotFoundError(f"no {PATTERN} in {path}")
+    shards = [path] if path.is_file() else sorted(path.glob(PATTERN))
+    if not shards:
+        raise FileNotFoundError(f"{path} is neither a shard nor a folder with {PATTERN}")
     return shards
 
 
