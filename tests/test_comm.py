@@ -197,9 +197,11 @@ def test_an_error_of_one_rank_reaches_all(ranks, plain):
 
 def bytes_of_collectives():
     with comm.record() as log:
-        comm.all_reduce("sum", torch.ones(1024))
+        with comm.record() as inner:
+            comm.all_reduce("sum", torch.ones(1024))
         comm.all_gather(torch.ones(256))
         comm.reduce_scatter("sum", torch.ones(1024))
+    assert inner == log[:1]
     return [(c.kind, c.nbytes, c.bytes_sent) for c in log]
 
 

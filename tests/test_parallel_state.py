@@ -81,9 +81,9 @@ def initialize(*sizes):
     "sizes, words",
     [
         ((8,), "world size 2 over tensor_model_parallel_size 8"),
-        ((1, 2), "pipeline_model_parallel_size 2 is not supported"),
-        ((1, 1, 2), "context_parallel_size 2 is not supported"),
-        ((1, 1, 1, 2), "expert_model_parallel_size 2 is not supported"),
+        ((1, 2), "sizes (2, 1, 1) are not supported"),
+        ((1, 1, 2), "sizes (1, 2, 1) are not supported"),
+        ((1, 1, 1, 2), "sizes (1, 1, 2) are not supported"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused_on_every_rank(ranks, sizes, words):

@@ -48,7 +48,6 @@ REFUSED = [
     ({OPTIMIZER: {"zero": True}}, ValueError, "'zero': True.*not a dict of zero_one_enabled"),
     ({OPTIMIZER: {"max_grad_norm": None}}, ValueError, "max_grad_norm is None"),
     ({OPTIMIZER: ["zero_one_enabled"]}, ValueError, "not a dict of zero_one_enabled"),
-    ({OPTIMIZER: {"nonfinite_gradients": "stop"}}, ValueError, "'stop', neither 'skip' nor"),
     ({"tensor_parallel_size": "2"}, ValueError, "tensor_parallel_size is '2'"),
     ({PRECISION: {"use_master_weights": True}}, ValueError, "use_master_weights needs"),
     ({INIT: {"meta_device_init": True}}, ValueError, "param_init_fn"),
@@ -96,8 +95,8 @@ def build(meta, factor):
     assert model.table.tolist() == [0, 1, 2]
     assert list(model.state_dict()) == list(inner.state_dict())
     assert len(list(model.parameters())) == 1
-    loss = model.run_train(torch.tensor([1, 2]))
-    assert not loss.requires_grad and inner.embed.weight.grad is not None
+    model(torch.tensor([1, 2])).backward()
+    assert inner.embed.weight.grad is not None
     return inner.embed.weight.detach(), str(inner.embed.weight.device)
 
 

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
+from importlib import import_module
 
-from . import convert, inspect, merge, reshard, split, verify
-
-COMMANDS = {
+COMMANDS = {  # each the function of that name in the module of that name
     "inspect": "what a checkpoint holds, and what is missing",
     "verify": "is it complete, unaltered, and do its shards agree",
     "merge": "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
@@ -56,21 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
     done.
     """
     given = vars(parser().parse_args(arguments))
-    command, options = given.pop("command"), dict(given.pop("option", []))
+    command, source = given.pop("command"), given.pop("source")
+    options = dict(given.pop("option", []))
+    tool = getattr(import_module(f".{command}", __package__), command)
     try:
-        if command == "inspect":
-            print(inspect.inspect(given["source"]))
-        elif command == "verify":
-            problems = verify.verify(given["source"])
-            print("\n".join(problems) or f"{given['source']}: sound")
-            return 1 if problems else 0
-        else:
-            tools = {"merge": merge.merge, "split": split.split, "reshard": reshard.reshard}
-            tools["convert"] = convert.convert
-            print(tools[command](**given, **options) or given["output"])
+        result = tool(source, **given, **options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if command == "verify":
+        print("\n".join(result) or f"{source}: sound")
+        return 1 if result else 0
+    print(result or given["output"])
     return 0
 
 

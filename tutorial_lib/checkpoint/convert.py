@@ -37,8 +37,7 @@ def convert(
             is missing, or given for a distributed checkpoint.
     """
     if is_distributed(source) != (tp is not None):
-        kind = "a" if is_distributed(source) else "not a"
-        rule = "has to" if is_distributed(source) else "must not"
+        kind, rule = ("a", "has to") if is_distributed(source) else ("not a", "must not")
         raise ValueError(
             f"tp {tp}: {source} is {kind} folder of torch.distributed.checkpoint, so a "
             f"tensor-parallel size {rule} be given (--tp)"

@@ -10,22 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata
 
 from ..storage import check_file
 
 METADATA = ".metadata"
-_DESCRIBING = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
     "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
     "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
 )
 KNOWN = {
-    *((_DESCRIBING, name) for name in _CLASSES.split()),
+    *((metadata.__name__, name) for name in _CLASSES.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -51,7 +46,7 @@ def read_distributed(folder: str | Path) -> dict[str, torch.Tensor]:
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in found
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, metadata.TensorStorageMetadata)
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is a single process
@@ -81,13 +76,13 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"{METADATA} names {module}.{name}, which does not describe a tensor")
 
 
-def _member(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
-    if kind is not _MEM_FORMAT_ENCODING:
+def _member(kind: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
+    if kind is not metadata._MEM_FORMAT_ENCODING:
         raise ValueError(f"{METADATA} looks {name} up in {kind}, which does not describe a tensor")
     return kind[name]
 
 
 class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args, **kwargs) -> Metadata:
+    def read_metadata(self, *args, **kwargs) -> metadata.Metadata:
         with open(Path(self.path) / METADATA, "rb") as file:
             return _Unpickler(file).load()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..parallel_layers.sharding import Partition, partition_of
+from ..parallel_layers.sharding import Partition, full_shape, partition_of
 from ..parallel_layers.utils import divide
 from ..storage import Digest, read_json, write_text
 
@@ -76,10 +76,7 @@ class Layout:
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a tensor that carries a parameter's marks (or none: replicated)."""
     partition = partition_of(tensor)
-    shape = list(tensor.shape)
-    if partition is not None:
-        shape[partition.dim] = sum(partition.sizes)
-    layout = Layout(tuple(shape), tensor.dtype, partition)
+    layout = Layout(tuple(full_shape(tensor)), tensor.dtype, partition)
     if layout.local_shape() != tensor.shape:
         raise ValueError(
             f"a parameter of shape {tuple(tensor.shape)} is marked as {partition}, a shard of "

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..parallel_layers.flat_shards import as_rows
+from ..parallel_layers.ranks import mesh_of
 from ..parallel_layers.utils import ensure_positive
 from ..storage import Digest, sealed
 from ..storage.xser import is_xser, save_blank
@@ -15,7 +16,7 @@ from .architectures import layout_at
 from .layout import Layout, shard_name, to_json
 from .save import write_files
 from .shards import MASTERS, Shards
-from .tools import check_output, mesh_of, open_checkpoint, progress, write_checkpoint
+from .tools import check_output, open_checkpoint, progress, write_checkpoint
 from .verify import check_small
 
 

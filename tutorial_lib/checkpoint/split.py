@@ -2,7 +2,6 @@
 checkpoint.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from .architectures import describe_model, model_of, read_config
 from .distributed import is_distributed, read_distributed
 from .layout import shard_name, to_json
 from .save import write_files
-from .tools import check_output, mesh_of, write_checkpoint
+from .tools import check_output, weights_metadata, write_checkpoint
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, or its index
 
@@ -90,7 +89,7 @@ def split(
     ensure_positive(tp=tp)
     config = read_config(source if config is None else config)
     output = check_output(output, source)
-    model, settings = model_of(config.to_dict()), json.loads(config.to_json_string(use_diff=False))
+    model = model_of(config.to_dict())
     layouts, ties = describe_model(config, options, tp, pad)
     try:
         tensors = published_tensors(model, config, read_folder(source))
@@ -112,6 +111,5 @@ def split(
             weights = {name: once[first.get(name, name)] for name in layouts}
             yield f"model/{shard_name(0, rank)}", weights, xser
 
-    metadata = {"mesh": mesh_of(tp, 1), "architecture": model.__name__, "config": settings}
-    metadata |= {"model": to_json(layouts), "tied": ties, "optimizer": None}
+    metadata = weights_metadata(config, tp, ties) | {"model": to_json(layouts)}
     write_checkpoint(output, None, metadata, lambda aside: write_files(aside, files()))

@@ -16,7 +16,7 @@ from ..storage import Digest, flush, hash_of, read_text, write_text
 from .layout import check_mesh
 
 STARTED, DONE = "checkpoint", "done"  # the vendor's library looks for the same two files
-INCOMPLETE, REPLACED, REMOVED = ".incomplete", ".replaced", ".removed"
+ENDINGS = INCOMPLETE, REPLACED, REMOVED = ".incomplete", ".replaced", ".removed"
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,10 @@ def check_tag(tag: object) -> str:
         ValueError: it is empty, is a path, or has an ending with a meaning here.
     """
     name = str(tag)
-    if (
-        not isinstance(tag, (str, int))
-        or name in ("", ".", "..")
-        or "/" in name
-        or not name.isprintable()
-        or name.endswith((INCOMPLETE, REPLACED, REMOVED))
-    ):
+    named = isinstance(tag, (str, int)) and name not in ("", ".", "..") and name.isprintable()
+    if not named or "/" in name or name.endswith(ENDINGS):
         raise ValueError(
-            f"tag {tag!r} must be a folder's name that does not end in {INCOMPLETE}, {REPLACED} "
-            f"or {REMOVED}"
+            f"tag {tag!r} must be a folder's name that does not end in {', '.join(ENDINGS)}"
         )
     return name
 
@@ -154,7 +148,7 @@ def incomplete(folder: str | Path) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     """A folder that a save has made, and not one that a user keeps beside the checkpoints."""
-    if path.name.endswith((INCOMPLETE, REPLACED, REMOVED)):
+    if path.name.endswith(ENDINGS):
         return True
     try:
         return read_text(path / STARTED).strip() == "1"
@@ -197,7 +191,7 @@ def find(folder: str | Path, tag: object) -> Complete:
     name = str(tag)
     if "/" not in name and (item := _of_tag(Path(folder), name)) is not None:
         return item
-    left = {name + end for end in ("", INCOMPLETE, REPLACED, REMOVED)}
+    left = {name + end for end in ("", *ENDINGS)}
     halves = left.intersection(path.name for path in incomplete(folder))
     found = ", ".join(item.tag for item in complete(folder))
     raise FileNotFoundError(

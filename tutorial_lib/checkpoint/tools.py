@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
+from ..parallel_layers import ranks
 from ..storage import Digest
 from . import tags
 from .architectures import describe_model, model_of, read_config
@@ -38,13 +40,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
         theirs = read_config(config)
         layouts, ties = describe_model(theirs, options, shards.tp, pad=True)
         shards.use_layouts(layouts)
-        shards.metadata = {
-            "architecture": model_of(theirs.to_dict()).__name__,
-            "config": json.loads(theirs.to_json_string(use_diff=False)),
-            "mesh": mesh_of(shards.tp, 1),
-            "tied": ties,
-            "optimizer": None,
-        }
+        shards.metadata = weights_metadata(theirs, shards.tp, ties)
     if shards.layouts is None:
         why = "does not have metadata.json" if shards.metadata is None else "was saved from a dict"
         raise ValueError(
@@ -56,8 +52,15 @@ def open_checkpoint(path: str | Path, config: str | Path | None, options: dict) 
     return shards
 
 
-def mesh_of(tp: int, dp: int) -> dict[str, int]:
-    return {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
+def weights_metadata(config: PretrainedConfig, tp: int, ties: list[list[str]]) -> dict:
+    """The metadata of the weights of a Hugging Face model, but for their layouts."""
+    return {
+        "architecture": model_of(config.to_dict()).__name__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "mesh": ranks.mesh_of(tp, 1),
+        "tied": ties,
+        "optimizer": None,
+    }
 
 
 def check_output(output: str | Path, *inputs: str | Path) -> Path:

@@ -89,13 +89,9 @@ class PretrainingDataset(Dataset):
         count = padding[0] if len(padding) else len(positions)
         labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
         labels[positions[:count]] = sample["masked_lm_ids"][:count]
-        return [
-            torch.from_numpy(sample["input_ids"]),
-            torch.from_numpy(sample["segment_ids"]),
-            torch.from_numpy(sample["input_mask"]),
-            torch.from_numpy(labels),
-            torch.tensor(sample["next_sentence_labels"], device="cpu"),
-        ]
+        values = [sample[key] for key in ("input_ids", "segment_ids", "input_mask")]
+        values += [labels, sample["next_sentence_labels"]]
+        return [torch.as_tensor(value, device="cpu") for value in values]
 
     def _read(self, index: int) -> dict[str, np.ndarray]:
         shard = bisect_right(self._ends, index)
@@ -141,12 +137,8 @@ def create_pretraining_dataset(
             f"{len(train_data)} samples in {input_file} do not fill a batch of {mini_batch_size} "
             f"on each of {dp_size} data-parallel ranks"
         )
-    train_sampler = DistributedSampler(
-        train_data,
-        num_replicas=dp_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        drop_last=True,
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    train_sampler = DistributedSampler(train_data, dp_size, rank, drop_last=True)
     return DataLoader(
         train_data,
         sampler=train_sampler,
@@ -161,12 +153,9 @@ def create_pretraining_dataset(
 def training_shards(input_file: str | os.PathLike) -> list[Path]:
     """The shard itself, or a folder's training shards in the order of their names."""
     path = Path(input_file)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"no shard and no folder at {path}")
-    if not (shards := sorted(path.glob(PATTERN))):
-        raise FileNotFoundError(f"no {PATTERN} in {path}")
+    shards = [path] if path.is_file() else sorted(path.glob(PATTERN))
+    if not shards:
+        raise FileNotFoundError(f"{path} is neither a shard nor a folder with {PATTERN}")
     return shards
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from tutorial_lib.data.gpt_index import cached_indices, epochs_for, lengths_sha256
-from tutorial_lib.data.indexed_dataset import IndexedDataset, bin_path, check_tokens
+from .gpt_index import cached_indices, epochs_for, lengths_sha256
+from .indexed_dataset import IndexedDataset, bin_path, check_tokens
 
 SPLITS = ("train", "valid", "test")
 

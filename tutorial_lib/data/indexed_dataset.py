@@ -84,11 +84,8 @@ class IndexedDataset:
         if (lengths < 0).any() or not np.array_equal(self.sequence_pointers, starts[:-1]):
             raise ValueError(f"{idx} is damaged: its byte pointers do not follow its lengths")
         documents = self.document_indices
-        if (
-            documents[0] != 0
-            or documents[-1] != len(lengths)
-            or np.any(documents[1:] < documents[:-1])
-        ):
+        from_to = documents[0], documents[-1]
+        if from_to != (0, len(lengths)) or (documents[1:] < documents[:-1]).any():
             raise ValueError(
                 f"{idx} is damaged: its document index does not go from 0 to {len(lengths)}, the "
                 f"number of its sequences, but from {documents[0]} to {documents[-1]}"

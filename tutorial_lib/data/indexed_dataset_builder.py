@@ -8,16 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tutorial_lib.data.indexed_dataset import (
-    DTYPES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    bin_path,
-    check_tokens,
-    idx_path,
-)
 from tutorial_lib.storage import put_in_place
+
+from .indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, bin_path, check_tokens, idx_path
 
 
 class IndexedDatasetBuilder:

@@ -82,10 +82,8 @@ def core_attention(
     """
     batch, heads, length, size = query.shape
     groups = batch * key.size(1)
-    rows, columns = (
-        query.reshape(groups, -1, size),
-        key.reshape(groups, length, size).transpose(1, 2),
-    )
+    rows = query.reshape(groups, -1, size)
+    columns = key.reshape(groups, length, size).transpose(1, 2)
     scores = torch.baddbmm(query.new_zeros(1, 1, 1), rows, columns, beta=0, alpha=scaling)
     scores = scores.view(batch, heads, length, length)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

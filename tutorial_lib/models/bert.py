@@ -13,11 +13,8 @@ from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
 from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.layers import (
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from tutorial_lib.parallel_layers.embedding import ParallelEmbedding
+from tutorial_lib.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from tutorial_lib.parallel_layers.loss_functions import parallel_cross_entropy
 from tutorial_lib.parallel_layers.random import get_xla_rng_tracker
 from tutorial_lib.parallel_layers.utils import divide

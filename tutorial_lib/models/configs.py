@@ -56,19 +56,15 @@ def check_config(config: PretrainedConfig, tp_size: int, shard_mlp: bool = True)
             function with parameters, or a field that asks for what the models do not do; with its
             name.
     """
-    ensure_divisibility(
-        config.num_attention_heads, tp_size, "attention heads over tensor-parallel ranks"
-    )
+    heads = config.num_attention_heads
+    ensure_divisibility(heads, tp_size, "attention heads over tensor-parallel ranks")
     if config.model_type == "llama":
         kv_multiplier(config, tp_size)
     else:
-        ensure_divisibility(
-            config.hidden_size, config.num_attention_heads, "hidden size over attention heads"
-        )
+        ensure_divisibility(config.hidden_size, heads, "hidden size over attention heads")
     if shard_mlp:
-        ensure_divisibility(
-            feed_forward_size(config), tp_size, "feed-forward size over tensor-parallel ranks"
-        )
+        features = feed_forward_size(config)
+        ensure_divisibility(features, tp_size, "feed-forward size over tensor-parallel ranks")
     for name in UNSUPPORTED:
         if value := getattr(config, name, False):
             raise ValueError(f"{name}={value} of a {config.model_type} is not supported")

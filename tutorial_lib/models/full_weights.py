@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from tutorial_lib.parallel_layers import comm, parallel_state
-from tutorial_lib.parallel_layers.sharding import Partition, partition_of
+from tutorial_lib.parallel_layers.sharding import Partition, full_shape, partition_of
 
 from .base import ShardedModel
 
@@ -57,10 +57,8 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     """
     tensors = published_tensors(type(model), model.config, full)
     for name, parameter in model.named_parameters():
-        partition, shape = partition_of(parameter), list(parameter.shape)
-        if partition is not None:
-            shape[partition.dim] = sum(partition.sizes)
-        whole = fused(type(model), name, partition, tuple(shape), tensors)
+        partition = partition_of(parameter)
+        whole = fused(type(model), name, partition, tuple(full_shape(parameter)), tensors)
         if partition is not None:
             whole = partition.shard(whole, parallel_state.get_tensor_model_parallel_rank())
         parameter.copy_(whole)

@@ -42,14 +42,11 @@ def initialize_sharded(module: nn.Module, std: float) -> bool:
         if name.startswith("bias"):
             nn.init.zeros_(parameter)
             continue
-        padding_idx = getattr(module, "padding_idx", None)
-
-        partition = partition_of(parameter)
+        padding_idx, partition = getattr(module, "padding_idx", None), partition_of(parameter)
 
         def init(full: torch.Tensor) -> None:
-            for matrix in (
-                (full,) if partition is None else full.split(partition.sizes, partition.dim)
-            ):
+            matrices = [full] if partition is None else full.split(partition.sizes, partition.dim)
+            for matrix in matrices:
                 nn.init.normal_(matrix, std=std)
             if padding_idx is not None:
                 full[padding_idx] = 0

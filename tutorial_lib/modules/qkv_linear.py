@@ -3,12 +3,11 @@
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from ..parallel_layers import mappings, parallel_state
+from ..parallel_layers import parallel_state
 from ..parallel_layers.layers import ParallelLinear, check_features
 from ..parallel_layers.linear import column_parallel_linear
 from ..parallel_layers.sharded_module import InitMethod
@@ -117,7 +116,4 @@ class GQAQKVColumnParallelLinear(ParallelLinear):
         )
         if not self.gather_output:
             return output.split(self.rows.local_sizes, -1)
-        # One copy of each feature: the others then get no gradient, to be counted once.
-        output = mappings.gather_from_tensor_model_parallel_region(output)
-        output = replace(self.rows, dim=-1).merge(output.chunk(self._size, -1))
-        return output.split(self.rows.sizes, -1)
+        return self._gathered(output).split(self.rows.sizes, -1)

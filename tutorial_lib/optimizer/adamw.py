@@ -97,10 +97,9 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         updates = torch._foreach_div(m, denominators)
         lr = torch.as_tensor(group["lr"], dtype=wide, device=parameters[0].device)
-        torch._foreach_mul_(
-            updates,
-            self._step_sizes(steps, lr, group) if group["correct_bias"] else [lr] * len(steps),
-        )
+        corrected = group["correct_bias"]
+        sizes = self._step_sizes(steps, lr, group) if corrected else [lr] * len(steps)
+        torch._foreach_mul_(updates, sizes)
         masters = parameters if parameters[0].dtype == wide else [p.to(wide) for p in parameters]
         torch._foreach_sub_(masters, updates)
         if group["weight_decay"]:

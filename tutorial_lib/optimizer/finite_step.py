@@ -12,51 +12,28 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from tutorial_lib.parallel_layers import parallel_state
-
-SKIP, RAISE = "skip", "raise"
+from tutorial_lib.parallel_layers.ranks import gather
 
 
-def check_policy(nonfinite_gradients: str) -> None:
-    """Raises ValueError unless it is a policy that `check_finite` knows."""
-    if nonfinite_gradients not in (SKIP, RAISE):
-        raise ValueError(
-            f"nonfinite_gradients is {nonfinite_gradients!r}, neither {SKIP!r} nor {RAISE!r}"
-        )
-
-
-def check_finite(norm: torch.Tensor, policy: str, param_groups: list[dict]) -> torch.Tensor:
-    """Whether a step may be taken, a 0-d tensor: for `update_where`.
+def check_finite(norm: torch.Tensor, param_groups: list[dict]) -> torch.Tensor:
+    """Whether a step may be taken, a 0-d tensor: for `update_where`. Where the norm is not traced,
+    rank 0 warns of a step that is left out.
 
     Args:
         norm: of all gradients of the model, the same on every rank; a 0-d tensor.
-        policy: "skip" warns, on rank 0; "raise" raises.
         param_groups: the parameters whose gradients make up the norm, to name the culprits.
-
-    Raises:
-        FloatingPointError: the norm is not finite and the policy is "raise"; on every rank, with
-            the names of the parameters.
-        ValueError: the policy is "raise" where the norm is traced.
     """
     finite = norm.isfinite()
-    if norm.device.type == "xla":
-        if policy == RAISE:
-            raise ValueError(
-                f"nonfinite_gradients={RAISE!r} has to read the norm within the step, "
-                f"which XLA has yet to compute: use {SKIP!r} there"
-            )
-    elif not norm.is_meta and not finite:
-        found = parallel_state.gather_python_object(
-            _nonfinite(param_groups), parallel_state.get_world_group()
-        )
-        names = sorted(set().union(*found))
+    if norm.device.type not in ("xla", "meta") and not finite:
+        names = sorted(set().union(*gather(_nonfinite(param_groups))))
         culprits = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-        message = f"the norm of the gradients is {norm.item()}: "
-        message += f"not finite are those of {culprits}" if names else "their sum overflows"
-        if policy == RAISE:
-            raise FloatingPointError(message)
+        why = f"not finite are those of {culprits}" if names else "their sum overflows"
         if dist.get_rank() == 0:
-            warnings.warn(f"{message}; the step is left out on all ranks", stacklevel=4)
+            warnings.warn(
+                f"the norm of the gradients is {norm.item()}: {why}; the step is left out on all "
+                "ranks",
+                stacklevel=4,
+            )
     return finite
 
 

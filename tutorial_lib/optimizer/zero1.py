@@ -14,17 +14,10 @@ import torch
 from torch import nn
 
 from tutorial_lib.checkpoint import zero1_files
-from tutorial_lib.parallel_layers import parallel_state, ranks
+from tutorial_lib.parallel_layers import grads, parallel_state, ranks
 from tutorial_lib.parallel_layers.flat_shards import as_rows, take_shard
-from tutorial_lib.parallel_layers.grads import (
-    accumulate_widely,
-    clip_coefficient,
-    fill_missing_gradients,
-    get_grad_norm,
-    wide_dtype,
-)
 
-from .finite_step import SKIP, check_finite, check_policy, update_where
+from .finite_step import check_finite, update_where
 from .zero1_collectives import all_gather_into, reduce_scatter_mean
 from .zero1_state import check_fits, complete_state, load_shards
 
@@ -55,8 +48,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         save_master_weights: put the masters into `state_dict`, by default unlike in the vendor's
             library. Without them a resumed bfloat16 run starts from rounded weights.
         use_master_weights: False keeps masters and state in each parameter's own dtype.
-        nonfinite_gradients: "skip" leaves a step out, on all ranks, where the norm of the gradients
-            is inf or NaN, and counts it in `skipped_steps`; "raise" raises FloatingPointError.
         **optimizer_defaults: for the inner optimizer.
 
     Attributes:
@@ -82,7 +73,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         use_master_weights: bool = True,
-        nonfinite_gradients: str = SKIP,
         **optimizer_defaults,
     ):
         tensor_parallel = parallel_state.get_tensor_model_parallel_replica_groups()
@@ -94,31 +84,20 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.max_norm = 1.0 if max_norm is None else max_norm
         if not self.max_norm > 0:
             raise ValueError(f"max_norm {max_norm} is not above 0")
-        check_policy(nonfinite_gradients)
-        self.nonfinite_gradients = nonfinite_gradients
         self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
-        self.optimizer_class, self.grad_clipping = optimizer_class, grad_clipping
-        self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
-        self.use_master_weights = use_master_weights
+        self.grad_clipping, self.use_grad_acc_hook = grad_clipping, use_grad_acc_hook
+        self.save_master_weights, self.use_master_weights = save_master_weights, use_master_weights
         self.grad_norm: torch.Tensor | None = None
         self.skipped_steps = torch.tensor(0)
         self._shards: dict[torch.Tensor, nn.Parameter] = {}
         super().__init__(params, optimizer_defaults)
-        self.init_zero()
+        self.base_optimizer = optimizer_class(self._sharded_groups(), **self.defaults)
+        self.defaults = self.base_optimizer.defaults
+        self._take_back()
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a ZeRO-1 optimizer, of many ranks, cannot be copied: use its state_dict")
-
-    def init_zero(self) -> None:
-        """Makes the inner optimizer, without state, of shards of the parameters as they are now.
-
-        Nothing has to call it again: a step takes over weights that were loaded later.
-        """
-        self.state.clear()
-        self.base_optimizer = self.optimizer_class(self._sharded_groups(), **self.defaults)
-        self.defaults = self.base_optimizer.defaults
-        self._take_back()
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds a group, at any time; every rank adds the same."""
@@ -152,12 +131,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             end = (rank + 1) * shard.numel()
             shard.kv_shared_numel = min(max(end - (param.numel() - shared), 0), shard.numel())
         if self.use_grad_acc_hook:
-            handle = accumulate_widely(param)
+            handle = grads.accumulate_widely(param)
             weakref.finalize(self, handle.remove)  # an optimizer that is gone accumulates nothing
         return shard
 
     def _master_dtype(self, param: torch.Tensor) -> torch.dtype:
-        return wide_dtype(param) if self.use_master_weights else param.dtype
+        return grads.wide_dtype(param) if self.use_master_weights else param.dtype
 
     @torch.no_grad()
     def take_over_weights(self) -> None:
@@ -209,7 +188,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         pairs = self.pairs()
-        fill_missing_gradients((param for param, _ in pairs), self.sharding_groups)
+        grads.fill_missing_gradients((param for param, _ in pairs), self.sharding_groups)
         self.take_over_weights()
         self._hand_over()
         pairs = [(param, shard) for param, shard in pairs if param.grad is not None]
@@ -232,17 +211,19 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Gives each shard its gradient, clipped; returns whether all gradients are finite."""
         shards = [shard for _, shard in pairs]
         dtypes = [shard.dtype for shard in shards]
-        grads = [param.grad for param, _ in pairs]
+        gradients = [param.grad for param, _ in pairs]
         if self.use_grad_acc_hook:  # also those that no backward has made
-            grads = [grad.to(wide_dtype(param)) for grad, (param, _) in zip(grads, pairs)]
-        buffers, grads = reduce_scatter_mean(grads, dtypes, self.sharding_groups)
-        for shard, grad in zip(shards, grads):
+            gradients = [
+                grad.to(grads.wide_dtype(param)) for grad, (param, _) in zip(gradients, pairs)
+            ]
+        buffers, gradients = reduce_scatter_mean(gradients, dtypes, self.sharding_groups)
+        for shard, grad in zip(shards, gradients):
             shard.grad = grad
-        norm = get_grad_norm(shards, self.sharding_groups)
-        finite = check_finite(norm, self.nonfinite_gradients, self.param_groups)
+        norm = grads.get_grad_norm(shards, self.sharding_groups)
+        finite = check_finite(norm, self.param_groups)
         if self.grad_clipping:
             self.grad_norm = norm
-            coefficient = clip_coefficient(norm, self.max_norm)
+            coefficient = grads.clip_coefficient(norm, self.max_norm)
             for buffer in buffers:  # the shards' gradients are views of them
                 buffer.mul_(coefficient)
         return finite

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 def complete_state(optimizer: "NeuronZero1Optimizer", state: dict) -> dict:
     """`state`, from torch's `state_dict`, with all that is listed above."""
-    pairs, groups = list(optimizer.pairs()), optimizer.param_groups
+    pairs, groups, size = optimizer.pairs(), optimizer.param_groups, optimizer.sharding["size"]
     names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
-    parameters = [param for param, _ in pairs]
+    infos = [_shape_info(name, x, size) for name, (x, _) in zip(names, pairs, strict=True)]
     state = {
         **state,
         "state": {},
         "base_state": state["state"],
-        "shape_info": _shape_info(names, parameters, optimizer.sharding["size"]),
+        "shape_info": dict(enumerate(infos)),
         "sharding": optimizer.sharding,
     }
     if optimizer.save_master_weights:
@@ -54,24 +54,14 @@ def load_shards(optimizer: "NeuronZero1Optimizer", state_dict: dict) -> None:
                 shard.copy_(masters[place])
 
 
-def _shape_info(
-    names: list[str | None], parameters: list[torch.Tensor], size: int
-) -> dict[int, dict]:
-    """What it takes to reshard each parameter's state for another mesh, as plain data; see
-    `NeuronZero1Optimizer`.
-    """
+def _shape_info(name: str | None, parameter: torch.Tensor, size: int) -> dict:
+    """What it takes to reshard a parameter's state for another mesh, as plain data."""
     return {
-        place: {
-            "name": name,
-            "shape": list(parameter.shape),
-            "padding": shard_length(parameter.numel(), size) * size - parameter.numel(),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            **{
-                key: getattr(parameter, key, default)
-                for key, default in TENSOR_PARALLEL_ATTRIBUTES.items()
-            },
-        }
-        for place, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+        "name": name,
+        "shape": list(parameter.shape),
+        "padding": shard_length(parameter.numel(), size) * size - parameter.numel(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        **{key: getattr(parameter, key, x) for key, x in TENSOR_PARALLEL_ATTRIBUTES.items()},
     }
 
 

@@ -17,8 +17,7 @@ from . import ranks
 
 
 def _path(folder: str) -> Path:
-    place = ranks.my_place()
-    return Path(folder) / f"tp_rank_{place.tp:02d}_pp_rank_{place.pp:02d}"
+    return Path(folder) / f"tp_rank_{ranks.my_place().tp:02d}_pp_rank_00"
 
 
 def save(checkpoint: dict, output_dir: str, *, down_cast_bf16: bool = False) -> None:

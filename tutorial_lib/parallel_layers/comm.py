@@ -54,9 +54,10 @@ class Pending:
         return result
 
 
-def _check_op(op_type: str) -> None:
+def _operation(op_type: str) -> dist.ReduceOp:
     if op_type not in _OPS:
         raise ValueError(f"op_type {op_type!r} is not one of {', '.join(_OPS)}")
+    return _OPS[op_type]
 
 
 def all_reduce_start(
@@ -67,7 +68,7 @@ def all_reduce_start(
     Args:
         reuse: the caller gives `tensor` up, and its memory may hold the result: saves a copy.
     """
-    _check_op(op_type)
+    operation = _operation(op_type)
     tensor = tensor.detach()  # gradients are the mappings' business
     axis = parallel_state.axis_of(groups)
     if axis.size == 1:
@@ -81,9 +82,7 @@ def all_reduce_start(
         return Pending(torch.empty_like(tensor, memory_format=torch.contiguous_format))
     if not (reuse and tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return Pending(
-        tensor, [dist.all_reduce(tensor, _OPS[op_type], group=axis.group, async_op=True)]
-    )
+    return Pending(tensor, [dist.all_reduce(tensor, operation, axis.group, async_op=True)])
 
 
 def all_reduce(op_type: str, tensor: torch.Tensor, groups: Groups = None) -> torch.Tensor:
@@ -168,7 +167,7 @@ def reduce_scatter_start(
     """Begins a reduce-scatter that may overlap with computation; see `reduce_scatter`, and
     `all_reduce_start` for `reuse`.
     """
-    _check_op(reduce_type)
+    operation = _operation(reduce_type)
     tensor, scatter_dim = tensor.detach(), _dimension(tensor, scatter_dim)
     axis = parallel_state.axis_of(groups)
     if tensor.size(scatter_dim) % axis.size:
@@ -198,11 +197,7 @@ def reduce_scatter_start(
         if source.data_ptr() == tensor.data_ptr() and not reuse:
             source = source.clone()
         result = _resized(source, 0, source.size(0) // axis.size)
-        works = [
-            dist.reduce_scatter_tensor(
-                result, source, _OPS[reduce_type], group=axis.group, async_op=True
-            )
-        ]
+        works = [dist.reduce_scatter_tensor(result, source, operation, axis.group, async_op=True)]
 
     def finish(result: torch.Tensor) -> torch.Tensor:
         if combine:  # in the order of the ranks
@@ -270,17 +265,14 @@ def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torc
         return all_reduce("sum", tensor if axis.rank == src else torch.zeros_like(tensor), groups)
     note("broadcast", axis, tensor)
     result = tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.is_meta:
-        return result
-    dist.broadcast(result, axis.ranks[src], group=axis.group)
+    if not tensor.is_meta:
+        dist.broadcast(result, axis.ranks[src], group=axis.group)
     return result
 
 
 def barrier(groups: Groups = None) -> None:
     """Returns on each rank of the group once all have called it. Host-side, on every backend."""
-    axis = parallel_state.axis_of(groups)
-    if axis.size > 1:
-        dist.all_gather_object([None] * axis.size, None, group=axis.group)
+    parallel_state.gather_python_object(None, groups)
 
 
 def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
@@ -291,8 +283,7 @@ def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
     """
     axis = parallel_state.axis_of(groups)
     mine = None if error is None else (type(error).__name__, str(error))
-    found = [None] * axis.size
-    dist.all_gather_object(found, mine, group=axis.group)
+    found = parallel_state.gather_python_object(mine, axis)
     if error is not None:
         raise error
     for rank, report in zip(axis.ranks, found):

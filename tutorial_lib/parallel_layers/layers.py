@@ -61,6 +61,15 @@ class ParallelLinear(ShardedModule):
             bound = 1 / math.sqrt(self.input_size)
             self.draw_("bias", lambda bias: nn.init.uniform_(bias, -bound, bound))
 
+    def _gathered(self, output: torch.Tensor) -> torch.Tensor:
+        """The output features of all ranks, without padding. Of what ranks hold copies of, one is
+        taken: the others get no gradient, which is counted once so.
+        """
+        output = mappings.gather_from_tensor_model_parallel_region(output)
+        if self.rows.trivial:
+            return output
+        return replace(self.rows, dim=-1).merge(output.chunk(self._size, -1))
+
     def extra_repr(self) -> str:
         return (
             f"{self.input_size} → {self.output_size}, weight {tuple(self.weight.shape)} on each of "
@@ -140,9 +149,7 @@ class ColumnParallelLinear(ParallelLinear):
         if padding:
             output = nn.functional.pad(output, (0, padding))
         if self.gather_output:
-            output = mappings.gather_from_tensor_model_parallel_region(output)
-            if not self.rows.trivial:
-                output = replace(self.rows, dim=-1).merge(output.chunk(self._size, -1))
+            output = self._gathered(output)
             if self.bias is not None:
                 output = output + self.bias.to(output.dtype)
         return note_features(

@@ -16,16 +16,12 @@ TENSOR_PARALLEL_ATTRIBUTES = {
     "partition_stride": 1,  # how many matrices (q, k, v; gate, up) are concatenated in it
     "num_partitions": -1,  # shards in all; -1 stands for the tensor-parallel size
 }
-PARAMETER_MARKS = (
-    *TENSOR_PARALLEL_ATTRIBUTES,
-    "sequence_parallel_enabled",  # its gradient is of a shard of the sequence, to be summed
-    "kv_shared_numel",  # so many of its last elements are the same on all ranks of the kv group
-    # How it is sharded, where the marks above do not say it all (`sharding.Partition`).
-    "pad_size",  # zeros behind each of its matrices
-    "pad_multiple",  # divides the rows of each shard, at every tensor-parallel size
-    "partition_sizes",
-    "partition_replicas",
-)
+# Further marks:
+# - sequence_parallel_enabled: its gradient is of a shard of the sequence, to be summed
+# - kv_shared_numel: so many of its last elements are the same on all ranks of the kv group
+# - partition_sizes, partition_replicas, pad_size (zeros behind each of its matrices), pad_multiple
+#   (divides the rows of each shard, at every tensor-parallel size): how it is sharded, where the
+#   marks above do not say it all (`sharding.Partition`)
 
 
 def set_tensor_model_parallel_attributes(

@@ -81,14 +81,9 @@ def initialize_model_parallel(
             "call torch.distributed.init_process_group (or tutorial_lib.backends.init_distributed) "
             "first"
         )
-    others = {
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "expert_model_parallel_size": expert_model_parallel_size,
-    }
-    for name, size in others.items():
-        if size != 1:
-            raise ValueError(f"{name} {size!r} is not supported, only 1")
+    others = pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size
+    if others != (1, 1, 1):
+        raise ValueError(f"pipeline, context and expert sizes {others} are not supported, only 1")
     tp_groups, dp_groups = layout(dist.get_world_size(), tensor_model_parallel_size)
     destroy_model_parallel()
     _world = dist.group.WORLD

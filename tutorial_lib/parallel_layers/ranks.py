@@ -13,37 +13,32 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """The place of a rank among those that hold the same weights (`dp`, of `replicas`), and on the
-    other axes.
+    """The place of a rank among those that hold the same weights (`dp`, of `replicas`), and in its
+    tensor-parallel group.
     """
 
     dp: int
     tp: int
-    pp: int
     replicas: int
 
 
 def my_place() -> Place:
-    group = next(
-        g for g in parallel_state.get_data_parallel_replica_groups() if dist.get_rank() in g
-    )
     return Place(
-        group.index(dist.get_rank()),
+        parallel_state.get_data_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        len(group),
+        parallel_state.get_data_parallel_size(),
     )
+
+
+def mesh_of(tp: int, dp: int) -> dict[str, int]:
+    """The sizes of a mesh, by the names of `initialize_model_parallel`."""
+    return {"world": tp * dp, "tp": tp, "dp": dp, "pp": 1, "cp": 1}
 
 
 def mesh() -> dict[str, int]:
-    """The sizes of the mesh, by the names of `initialize_model_parallel`."""
-    return {
-        "world": dist.get_world_size(),
-        "tp": parallel_state.get_tensor_model_parallel_size(),
-        "dp": parallel_state.get_data_parallel_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_size(),
-        "cp": parallel_state.get_context_model_parallel_size(),
-    }
+    """The sizes of the mesh that is up."""
+    size = parallel_state.get_tensor_model_parallel_size()
+    return mesh_of(size, parallel_state.get_data_parallel_size())
 
 
 def together(function: Callable[..., T], *args, group=None, **kwargs) -> T:
@@ -78,10 +73,6 @@ def check_folder(path: object) -> None:
         raise ValueError(f"{path!r} is not the path of a folder")
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-
-
 def waves(num_workers: int) -> int:
     """How many turns it takes when `num_workers` ranks of each node act at a time.
 
@@ -95,7 +86,8 @@ def waves(num_workers: int) -> int:
 
 def in_turn(function: Callable[[], T], num_workers: int, group=None) -> T:
     """`together`, with at most `num_workers` ranks of a node at work at a time."""
-    result, turns, mine = [], waves(num_workers), local_rank() // num_workers
+    result, turns = [], waves(num_workers)
+    mine = int(os.environ.get("LOCAL_RANK", dist.get_rank())) // num_workers
     for turn in range(turns):
         together(lambda: result.append(function()) if turn == mine else None, group=group)
     return result[0]

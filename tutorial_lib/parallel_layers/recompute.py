@@ -2,8 +2,8 @@
 rest (Chen et al., 2016).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -34,23 +34,17 @@ def checkpoint(function: Callable, *args, **kwargs):
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (replay.first(), replay),
+        context_fn=lambda: (nullcontext(), replay),
     )
 
 
 class _Replay:
-    """Inside the block both random streams are where `first` found them. It may be entered again:
-    backward through a graph that was retained computes its values once more.
+    """Inside the block both random streams are where they were when it was made. It may be entered
+    again: backward through a graph that was retained computes its values once more.
     """
 
     def __init__(self):
-        self._start = self._before = None
-        self.running = False
-
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        self._start = streams()
-        yield
+        self._start, self.running = streams(), False
 
     def __enter__(self) -> None:
         self._before, self.running = streams(), True

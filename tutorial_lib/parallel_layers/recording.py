@@ -57,7 +57,7 @@ def record() -> Iterator[list[Collective]]:
     try:
         yield log
     finally:
-        _records.remove(log)
+        _records.pop()  # of two equal lists `remove` would take the outer one
 
 
 def note(kind: str, axis, tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import parallel_state
 from .marks import KeepsParameterMarks, keep_ties_and_marks
-from .sharding import Partition, mark_partition, partition_of
+from .sharding import Partition, full_shape, mark_partition, partition_of
 from .utils import padding_of
 
 InitMethod = Callable[[torch.Tensor], object]
@@ -73,12 +73,8 @@ class ShardedModule(KeepsParameterMarks, nn.Module):
 
     def _full(self, name: str) -> torch.Tensor:
         """Room for the full tensor of a parameter, on the host, in float32 at least."""
-        parameter = getattr(self, name)
-        shape, partition = list(parameter.shape), partition_of(parameter)
-        if partition is not None:
-            shape[partition.dim] = sum(partition.sizes)
         dtype = torch.promote_types(self._dtype, torch.float32)
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(full_shape(getattr(self, name)), dtype=dtype, device="cpu")
 
     @torch.no_grad()
     def _keep(self, name: str, full: torch.Tensor) -> None:

@@ -107,6 +107,14 @@ class Partition:
         )
 
 
+def full_shape(parameter: torch.Tensor) -> list[int]:
+    """The shape of the tensor that a marked parameter is a shard of, without padding."""
+    shape, partition = list(parameter.shape), partition_of(parameter)
+    if partition is not None:
+        shape[partition.dim] = sum(partition.sizes)
+    return shape
+
+
 def mark_partition(parameter: torch.Tensor, partition: Partition | None) -> None:
     """Marks a parameter as sharded in this way, or as replicated: what `partition_of` reads."""
     if partition is None:

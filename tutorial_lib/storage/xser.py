@@ -17,10 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from .disk import Digest, check_file, reported, reserve, write_file
+from . import Digest, check_file, reported, reserve, write_file
 from .objects import NUMPY_KINDS, check_tensor, identity, map_tensors, to_host
-
-Digests = dict[Path, Digest]
 
 
 class TensorReference:
@@ -91,7 +89,7 @@ def save(
     place: int = 0,
     places: int = 1,
     write: Callable = write_object,
-) -> Digests:
+) -> dict[Path, Digest]:
     """Writes `value` into one file, or tensor by tensor.
 
     Args:

@@ -4,13 +4,10 @@ from numbers import Real
 
 import torch.distributed as dist
 
-from tutorial_lib.optimizer.finite_step import SKIP, check_policy
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.utils import ensure_positive
 
-OPTIMIZER = dict(
-    zero_one_enabled=False, grad_clipping=True, max_grad_norm=1.0, nonfinite_gradients=SKIP
-)
+OPTIMIZER = dict(zero_one_enabled=False, grad_clipping=True, max_grad_norm=1.0)
 MODEL_INIT = dict(meta_device_init=False, param_init_fn=None)
 PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
@@ -49,9 +46,7 @@ def neuronx_distributed_config(
     it.
 
     Args:
-        optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0),
-            `nonfinite_gradients` ("skip": a step with inf or NaN in a gradient is left out on all
-            ranks, and counted; "raise": it is an error that names the parameter).
+        optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0).
         activation_checkpoint_config: a module class, or a list of them, whose activations are
             recomputed in backward; "full" for the blocks that a Hugging Face model names itself.
         sequence_parallel: sum the gradients of what runs on a part of the sequence before each
@@ -89,7 +84,6 @@ def neuronx_distributed_config(
         if value:
             raise NotImplementedError(f"{name} is not supported (got {value!r})")
     optimizer = _completed("optimizer_config", optimizer_config, OPTIMIZER)
-    check_policy(optimizer["nonfinite_gradients"])
     norm, zero = optimizer["max_grad_norm"], optimizer["zero_one_enabled"]
     if not isinstance(norm, Real) or not norm > 0:
         raise ValueError(f"max_grad_norm is {norm!r}, must be a number above 0")

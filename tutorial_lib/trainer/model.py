@@ -33,20 +33,6 @@ class NxDModel(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def run_train(self, *args, **kwargs) -> torch.Tensor:
-        """Forward and backward; the loss (the output, its `loss` or its first item), detached.
-
-        Raises:
-            ValueError: there is none.
-        """
-        output = self.module(*args, **kwargs)
-        loss = getattr(output, "loss", output)
-        loss = loss[0] if isinstance(loss, (tuple, list)) else loss
-        if loss is None:
-            raise ValueError("the model gave no loss: it was called without labels")
-        loss.backward()
-        return loss.detach()
-
     def original_module(self) -> nn.Module:
         """The model as `model_fn` made it."""
         return self.module

@@ -8,12 +8,7 @@ import torch
 
 from tutorial_lib.optimizer.finite_step import check_finite, update_where
 from tutorial_lib.optimizer.zero1 import NeuronZero1Optimizer
-from tutorial_lib.parallel_layers import parallel_state
-from tutorial_lib.parallel_layers.grads import (
-    allreduce_sequence_parallel_gradients,
-    clip_grads_with_norm,
-    get_grad_norm,
-)
+from tutorial_lib.parallel_layers import grads, parallel_state
 from tutorial_lib.xla_model import reduce_gradients
 
 
@@ -68,7 +63,7 @@ class NxDOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.nxd_config["sequence_parallel"]:
-            allreduce_sequence_parallel_gradients(self.optimizer)
+            grads.allreduce_sequence_parallel_gradients(self.optimizer)
         if isinstance(self.optimizer, NeuronZero1Optimizer):
             self.optimizer.step()
         else:
@@ -80,11 +75,11 @@ class NxDOptimizer(torch.optim.Optimizer):
         config = self.nxd_config["optimizer_config"]
         reduce_gradients(self.optimizer, parallel_state.get_data_parallel_group())
         parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = get_grad_norm(parameters)
-        finite = check_finite(norm, config["nonfinite_gradients"], self.param_groups)
+        norm = grads.get_grad_norm(parameters)
+        finite = check_finite(norm, self.param_groups)
         if config["grad_clipping"]:
             self.grad_norm = norm
-            clip_grads_with_norm(parameters, norm, config["max_grad_norm"])
+            grads.clip_grads_with_norm(parameters, norm, config["max_grad_norm"])
         update_where(finite, self.optimizer.step, self.optimizer)
         self.skipped_steps = self.skipped_steps.to(finite.device) + ~finite
 
@@ -111,7 +106,6 @@ def initialize_parallel_optimizer(
         max_norm=config["max_grad_norm"],
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],
-        nonfinite_gradients=config["nonfinite_gradients"],
         **defaults,
     )
     return NxDOptimizer(optimizer, nxd_config)

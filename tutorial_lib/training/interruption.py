@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.ranks import gather
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -49,10 +49,7 @@ class Interruption:
 
         Every rank calls it at the same point, once a step.
         """
-        everyone = parallel_state.gather_python_object(
-            self.signal, parallel_state.get_world_group()
-        )
-        found = next((number for number in everyone if number is not None), None)
+        found = next((number for number in gather(self.signal) if number is not None), None)
         return None if found is None else signal.Signals(found).name
 
 

@@ -43,7 +43,6 @@ class Logger:
         self,
         log_dir: str | None = None,
         print_every: int = 1,
-        *,
         write_every: int = 1,
         done: int = 0,
         samples: int = 0,
@@ -113,13 +112,8 @@ class GPTLogger(Logger):
     }
 
     def __init__(self, arguments: GPTArguments, done: int, samples: int):
-        super().__init__(
-            arguments.tensorboard_dir,
-            arguments.log_interval,
-            write_every=arguments.tensorboard_log_interval,
-            done=done,
-            samples=samples,
-        )
+        folder, write_every = arguments.tensorboard_dir, arguments.tensorboard_log_interval
+        super().__init__(folder, arguments.log_interval, write_every, done, samples)
         self._train_iters = arguments.train_iters
 
     def _line(self, steps: list[Step]) -> str:

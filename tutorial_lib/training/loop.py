@@ -55,9 +55,8 @@ def accumulate_gradients(model: nn.Module, micro_batches: list[dict]) -> torch.T
         raise ValueError("a step needs at least one micro-batch")
     dp_group = parallel_state.get_data_parallel_group()
     dp_size = parallel_state.get_data_parallel_size()
-    totals = comm.all_reduce(
-        "sum", sum(model.count_targets(batch) for batch in micro_batches), dp_group
-    )
+    targets = sum(model.count_targets(batch) for batch in micro_batches)
+    totals = comm.all_reduce("sum", targets, dp_group)
     loss = 0.0
     for batch in micro_batches:
         share = model(**batch, num_items_in_batch=totals).loss

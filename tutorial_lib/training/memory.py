@@ -6,6 +6,7 @@ from typing import NamedTuple
 import psutil
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from tutorial_lib.backends import on_trainium
@@ -85,7 +86,7 @@ class Saved(NamedTuple):
     nbytes: int
 
 
-class SavedActivations:
+class SavedActivations(saved_tensors_hooks):
     """Lists what autograd saves inside the block: each distinct piece of memory once, parameters
     and `exclude` not.
 
@@ -102,7 +103,7 @@ class SavedActivations:
         held = [*model.parameters(), *model.buffers(), *exclude]
         self._held = {self._memory(tensor) for tensor in held}
         self._found: dict[object, Saved] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        super().__init__(self._pack, lambda tensor: tensor)
 
     @property
     def tensors(self) -> list[Saved]:
@@ -113,11 +114,8 @@ class SavedActivations:
         return sum(saved.nbytes for saved in self._found.values())
 
     def __enter__(self) -> "SavedActivations":
-        self._hooks.__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *error) -> None:
-        self._hooks.__exit__(*error)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._memory(tensor)

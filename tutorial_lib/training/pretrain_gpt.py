@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config
 
-from tutorial_lib import backends
+from tutorial_lib import backends, trainer
 from tutorial_lib.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from tutorial_lib.data.sampler import ResumableBatchSampler
 from tutorial_lib.models.attention import CoreAttention
@@ -26,11 +26,6 @@ from tutorial_lib.optimizer.adamw import AdamW_FP32OptimParams, get_param_groups
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.parallel_layers.random import model_parallel_xla_manual_seed, separate_replicas
 from tutorial_lib.parallel_layers.ranks import from_rank_zero, together
-from tutorial_lib.trainer import (
-    initialize_parallel_model,
-    initialize_parallel_optimizer,
-    neuronx_distributed_config,
-)
 
 from .gpt_arguments import GPTArguments, parse_arguments
 from .gpt_data import evaluate, gpt_batches, gpt_datasets, read_vocabulary
@@ -139,7 +134,7 @@ def _pretrain(
 
 def _model_and_optimizer(arguments: GPTArguments, nxd_config: dict, config: GPT2Config):
     model_parallel_xla_manual_seed(arguments.seed)
-    model = initialize_parallel_model(
+    model = trainer.initialize_parallel_model(
         nxd_config,
         GPT2LMHeadModel,
         False,
@@ -149,7 +144,7 @@ def _model_and_optimizer(arguments: GPTArguments, nxd_config: dict, config: GPT2
     )
     if arguments.bf16:
         model = model.to(torch.bfloat16)
-    return model, initialize_parallel_optimizer(
+    return model, trainer.initialize_parallel_optimizer(
         nxd_config,
         AdamW_FP32OptimParams,
         get_param_groups_by_weight_decay(model.original_module(), arguments.weight_decay),
@@ -206,7 +201,7 @@ def _save(arguments: GPTArguments, iteration: int, model, optimizer, scheduler, 
 
 
 def _nxd_config(arguments: GPTArguments) -> dict:
-    return neuronx_distributed_config(
+    return trainer.neuronx_distributed_config(
         tensor_parallel_size=arguments.tensor_model_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
         optimizer_config={

@@ -31,12 +31,6 @@ def checkpoint_wrapper(module: nn.Module) -> NxDCheckpointWrapper:
     return NxDCheckpointWrapper(module, checkpoint_fn=checkpoint)
 
 
-def apply_activation_checkpointing(
-    model: nn.Module,
-    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
-    check_fn: Callable[[nn.Module], bool] = lambda _: True,
-) -> None:
+def apply_activation_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool]) -> None:
     """Wraps each module inside `model` that `check_fn` picks, in place; not `model` itself."""
-    torch_wrapper.apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn
-    )
+    torch_wrapper.apply_activation_checkpointing(model, checkpoint_wrapper, check_fn)
