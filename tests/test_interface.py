@@ -105,7 +105,7 @@ PLACES = """
     parallel_layers.layer_norm parallel_layers.mappings parallel_layers.utils.divide
     trainer.neuronx_distributed_config trainer.initialize_parallel_model
     trainer.initialize_parallel_optimizer trainer.model.NxDModel trainer.optimizer.NxDOptimizer
-    utils.mark_step utils.master_print utils.get_device
+    utils.mark_step utils.master_print utils.get_device optimizer.NeuronZero1Optimizer.init_zero
 """
 
 

@@ -2,9 +2,16 @@
 
 import argparse
 import sys
-from importlib import import_module
 
-COMMANDS = {  # each the function of that name in the module of that name
+from .convert import convert
+from .inspect import inspect
+from .merge import merge
+from .reshard import reshard
+from .split import split
+from .verify import verify
+
+TOOLS = {tool.__name__: tool for tool in (inspect, verify, merge, split, convert, reshard)}
+SUMMARIES = {
     "inspect": "what a checkpoint holds, and what is missing",
     "verify": "is it complete, unaltered, and do its shards agree",
     "merge": "to one .safetensors file, or a folder that Hugging Face's from_pretrained opens",
@@ -25,7 +32,7 @@ def _option(text: str) -> tuple[str, object]:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m tutorial_lib.checkpoint", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
-    for name, summary in COMMANDS.items():
+    for name, summary in SUMMARIES.items():
         command = commands.add_parser(name, help=summary, description=summary)
         add = command.add_argument
         source = "a checkpoint, or a folder of them: the latest"
@@ -57,9 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     command, source = given.pop("command"), given.pop("source")
     options = dict(given.pop("option", []))
-    tool = getattr(import_module(f".{command}", __package__), command)
     try:
-        result = tool(source, **given, **options)
+        result = TOOLS[command](source, **given, **options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

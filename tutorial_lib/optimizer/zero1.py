@@ -86,18 +86,28 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm {max_norm} is not above 0")
         self.sharding_groups = sharding_groups or parallel_state.get_data_parallel_replica_groups()
         self._axis = parallel_state.axis_of(self.sharding_groups)
-        self.grad_clipping, self.use_grad_acc_hook = grad_clipping, use_grad_acc_hook
-        self.save_master_weights, self.use_master_weights = save_master_weights, use_master_weights
+        self.optimizer_class, self.grad_clipping = optimizer_class, grad_clipping
+        self.use_grad_acc_hook, self.save_master_weights = use_grad_acc_hook, save_master_weights
+        self.use_master_weights = use_master_weights
         self.grad_norm: torch.Tensor | None = None
         self.skipped_steps = torch.tensor(0)
         self._shards: dict[torch.Tensor, nn.Parameter] = {}
         super().__init__(params, optimizer_defaults)
-        self.base_optimizer = optimizer_class(self._sharded_groups(), **self.defaults)
-        self.defaults = self.base_optimizer.defaults
-        self._take_back()
+        self.init_zero()
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a ZeRO-1 optimizer, of many ranks, cannot be copied: use its state_dict")
+
+    def init_zero(self) -> None:
+        """Makes the inner optimizer, without state, of shards of the parameters as they are now.
+
+        The published scripts call it after they have loaded weights. Nothing has to: a step takes
+        over weights that were loaded later.
+        """
+        self.state.clear()
+        self.base_optimizer = self.optimizer_class(self._sharded_groups(), **self.defaults)
+        self.defaults = self.base_optimizer.defaults
+        self._take_back()
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds a group, at any time; every rank adds the same."""
