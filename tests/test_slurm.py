@@ -223,6 +223,7 @@ def _submit(cluster, folder: Path, log: str, command: list[str], **options) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_unattended_run_on_two_nodes_goes_on_after_one_has_died(cluster, data, tmp_path):  # noqa: F811
     (tmp_path / "neuron_parallel_compile").write_text(
         '#!/bin/sh\nNEURON_EXTRACT_GRAPHS_ONLY=1 exec "$@"\n'
