@@ -23,6 +23,15 @@ def train(make, steps=20, dtype=torch.float64, weights=None):
     return [p.detach() for p in parameters], optimizer
 
 
+def test_equals_torch_without_epsilon_and_decay():
+    ours, _ = train(lambda p: AdamW_FP32OptimParams(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0))
+    theirs, _ = train(
+        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=0.0, weight_decay=0.0)
+    )
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_equals_the_formula_step_by_step(correct_bias):
     lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.99, 1e-3, 0.2

@@ -1,12 +1,13 @@
 """The descriptions of the environment agree, on every Python; an instance keeps what it has."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_conda_installs_the_same():
 
 
 PYTHONS = ["3.11.0", "3.12.0", "3.13.0", "3.14.0"]
+
+
+def test_every_pin_installs_on_every_python():
+    for name, pin in PINS.items():
+        with contextlib.suppress(PackageNotFoundError):  # needed on other machines only
+            if version(name).split("+")[0] == pin:
+                wanted = SpecifierSet(metadata(name)["Requires-Python"] or "")
+                refused = [python for python in PYTHONS if python not in wanted]
+                assert not refused, f"{name}=={pin} needs Python {wanted}"
 
 
 def resolve(python: str, platform: str, *options: str) -> dict[str, str]:
@@ -144,6 +154,14 @@ def test_the_public_workflow_runs_what_is_here():
         for selected in re.findall(r"--deselect (\S+)", "".join(commands)):
             file, test = selected.split("::")
             assert f"def {test}(" in (ROOT / file).read_text()
+
+
+def test_the_citation_names_what_is_published():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["message"]
+    assert [citation[key] for key in ("version", "license")] == [
+        PROJECT["version"], PROJECT["license"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("found, accepted", [("3.10", False), ("3.11", True), ("3.15", False)])

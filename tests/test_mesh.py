@@ -69,6 +69,12 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch):
         Mesh(4, launcher="slurm", nodes=2)
 
 
+def test_close_before_start_does_nothing():
+    mesh = Mesh(2)
+    mesh.close()
+    mesh.close()
+
+
 # ---- what is shown ----
 
 

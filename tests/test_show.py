@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 
 import numpy as np
@@ -177,6 +178,26 @@ def send_a_million():
 def test_bytes_sent_counts_what_a_collective_sends(ranks):
     for sent in ranks(send_a_million, world_size=2, tp=2):
         assert 1_000_000 <= sent < 1_005_000
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux counts a process's bytes"
+)
+def test_bytes_sent_leaves_no_file_open():
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as here,
+    ):
+        there, _ = server.accept()
+        first = bytes_sent()
+        here.sendall(bytes(1000))
+        assert bytes_sent() - first == 1000
+        here.setblocking(False)  # the peer reads nothing: most of this waits in the system's buffer
+        accepted = here.send(bytes(10_000_000))
+        assert bytes_sent() - first == 1000 + accepted and accepted > 100_000
+        there.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_bytes_sent_elsewhere(monkeypatch):

@@ -463,6 +463,26 @@ def environment(backend):
     )
 
 
+@pytest.mark.parametrize("trainium", [True, False])
+def test_environment_of_each_backend(monkeypatch, trainium):
+    monkeypatch.setattr(backends, "on_trainium", lambda backend: trainium)
+    common = {
+        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234",
+    }  # fmt: skip
+    on_chip = {
+        "PJRT_DEVICE": "NEURON", "TORCHELASTIC_RUN_ID": "tutorial",
+        "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
+    }  # fmt: skip
+    on_cpu = {"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"}
+    for backend in backends.BACKENDS:
+        got = environment(backend)
+        assert common.items() <= got.items()
+        signs = ("XLA", "PJRT", "NEURON", "TORCHELASTIC")
+        extra = {k: v for k, v in got.items() if any(sign in k for sign in signs)}
+        assert extra == ({} if backend != "xla" else on_chip if trainium else on_cpu)
+
+
 def test_what_torch_xla_makes_of_the_trainium_environment(monkeypatch):
     """Its own function, run on what `rank_environment` sets: each rank gets one core, its place and
     the world's size.
