@@ -43,6 +43,10 @@ class Layout:
             shape[self.partition.dim] = sum(self.partition.local_sizes)
         return torch.Size(shape)
 
+    def blank(self) -> torch.Tensor:
+        """A rank's shard on the meta device, which has no elements."""
+        return torch.empty(self.local_shape(), dtype=self.dtype, device="meta")
+
     def at(self, parts: int, pad: bool = False, heads: tuple[int, ...] = ()) -> "Layout":
         """The same tensor at another tensor-parallel degree.
 
@@ -123,7 +127,7 @@ def _from_json(entry: dict, tp: int) -> Layout:
     layout = Layout(tuple(entry["shape"]), getattr(torch, entry["dtype"]), partition)
     if not isinstance(layout.dtype, torch.dtype) or not all(type(n) is int for n in layout.shape):
         raise ValueError(f"{entry} does not describe a tensor")
-    torch.empty(layout.local_shape(), dtype=layout.dtype, device="meta")  # raises for other numbers
+    layout.blank()  # raises for numbers that are not sizes
     return layout
 
 

@@ -2,12 +2,10 @@
 masters with it.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ..parallel_layers.flat_shards import as_rows
 from ..parallel_layers.ranks import mesh_of
 from ..parallel_layers.utils import ensure_positive
 from ..storage import Digest, sealed
@@ -79,7 +77,7 @@ def _write_weights(
 ) -> list[Path]:
     """Writes the weights of one tensor-parallel rank, one tensor at a time; their files."""
     first = {name: group[0] for group in shards.metadata["tied"] for name in group}
-    once = {name: _blank(targets[name]) for name in targets if first.get(name, name) == name}
+    once = {name: targets[name].blank() for name in targets if first.get(name, name) == name}
     blanks = {name: once[first.get(name, name)] for name in targets}
     held, files = save_blank(blanks, folder / "model" / shard_name(0, rank), xser)
     for name in progress(once, f"model {rank}"):
@@ -97,29 +95,21 @@ def _write_states(
         zero1 = {"base_state": {}, "sharding": {"rank": place, "size": places}}
         own = {"state": {}, "shape_info": shape_info, **zero1} if shards.zero1 else {"state": {}}
         states.append(head | own)
-    for number, field, value in shards.state():
-        values = [value] * places
-        if isinstance(value, list):
-            whole = _blank(replace(targets[shards.parameters[number]], dtype=value[0][0].dtype))
-            values = as_rows(whole, places) if shards.zero1 else [whole]
-        for state, each in zip(states, values, strict=True):
+    mesh = targets, tp, places, shards.zero1
+    for number, field, values in shards.state_at(*mesh, blank=True):
+        for state, value in zip(states, values, strict=True):
             entries, key = _entry(state, number, field)
-            entries[key] = each
+            entries[key] = value
     for place, state in enumerate(states):
         name = folder / "optim" / shard_name(place, tp)
         states[place], written = save_blank(state, name, xser)
         files += written
-    found = shards.state_at(targets, tp, places, shards.zero1)
-    for number, field, values in progress(found, f"optimizer {tp}"):
+    for number, field, values in progress(shards.state_at(*mesh), f"optimizer {tp}"):
         for state, value in zip(states, values, strict=True):
             entries, key = _entry(state, number, field)
             if isinstance(entries[key], torch.Tensor):
                 entries[key].copy_(value)
     return files
-
-
-def _blank(layout: Layout) -> torch.Tensor:
-    return torch.empty(layout.local_shape(), dtype=layout.dtype, device="meta")
 
 
 def _entry(state: dict, number: int, field: str) -> tuple[dict, int | str]:

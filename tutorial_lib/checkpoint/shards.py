@@ -290,21 +290,25 @@ class Shards:
         return result
 
     def state_at(
-        self, targets: dict[str, Layout], tp: int, places: int, zero1: bool
+        self, targets: dict[str, Layout], tp: int, places: int, zero1: bool, blank: bool = False
     ) -> Iterator[tuple[int, str, Sequence]]:
         """The state of one tensor-parallel rank of another mesh: `(number, field, values)`, where
         `values[place]` is what a place among `places` holds; tensors may be views of a larger one.
 
         ZeRO-1 has equal shards of the flattened parameter, in the vendor's library along dim 0.
-        Concatenated both are the parameter, row by row, and some padding.
+        Concatenated both are the parameter, row by row, and some padding. With `blank` none is
+        read: tensors are on the meta device.
         """
         for number, field, value in self.state():
             if not isinstance(value, list):
                 yield number, field, [value] * places
                 continue
             name = self.parameters[number]
-            shape = self.layouts[name].local_shape()
-            flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
-            whole = [shard[: shape.numel()].view(shape) for shard in flat]
-            mine = self.to(name, whole, targets[name], tp)
+            if blank:
+                mine = replace(targets[name], dtype=value[0][0].dtype).blank()
+            else:
+                shape = self.layouts[name].local_shape()
+                flat = [torch.cat([shard.reshape(-1) for shard in shards]) for shards in value]
+                whole = [shard[: shape.numel()].view(shape) for shard in flat]
+                mine = self.to(name, whole, targets[name], tp)
             yield number, field, as_rows(mine, places) if zero1 else [mine]
