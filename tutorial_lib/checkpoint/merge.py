@@ -102,4 +102,4 @@ def _write(shards: Shards, names: dict[str, tuple[str, ...]], path: Path) -> Non
         layout = replace(shards.layouts[name], partition=None)
         length = layout.local_shape().numel() * layout.dtype.itemsize
         whole = room[first + start :][:length].view(layout.dtype).view(layout.shape)
-        shards.fill(whole, name, shards.weights(name), layout, 0)
+        shards.to(name, shards.weights(name), layout, 0, whole)

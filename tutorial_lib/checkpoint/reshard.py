@@ -81,7 +81,7 @@ def _write_weights(
     blanks = {name: once[first.get(name, name)] for name in targets}
     held, files = save_blank(blanks, folder / "model" / shard_name(0, rank), xser)
     for name in progress(once, f"model {rank}"):
-        shards.fill(held[name], name, shards.weights(name), targets[name], rank)
+        shards.to(name, shards.weights(name), targets[name], rank, held[name])
     return files
 
 

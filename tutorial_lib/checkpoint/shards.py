@@ -188,23 +188,18 @@ class Shards:
                 if not torch.equal(held.setdefault((start, length), rows), rows):
                     yield rank, start
 
-    def to(self, name: str, shards: list[torch.Tensor], target: Layout, rank: int) -> torch.Tensor:
+    def to(
+        self, name: str, shards: list[torch.Tensor], target: Layout, rank: int, result=None
+    ) -> torch.Tensor:
         """What `rank` of another mesh holds of a tensor, from the shards of this one.
 
         Args:
             shards: of the weight of that name, or of its optimizer state.
+            result: a tensor of zeros to put it into; a new one by default.
         """
-        result = shards[0].new_zeros(target.local_shape())
-        self.fill(result, name, shards, target, rank)
-        return result
-
-    def fill(
-        self, result: torch.Tensor, name: str, shards: list[torch.Tensor], target: Layout, rank: int
-    ) -> None:
-        """As `to`, into a tensor of that shape, whose padding is zero."""
+        result = shards[0].new_zeros(target.local_shape()) if result is None else result
         if (source := self.layouts[name].partition) is None:
-            result.copy_(shards[0])
-            return
+            return result.copy_(shards[0])
         whole = [(0, 0, target.shape[source.dim])]
         for start, to, length in target.partition.pieces(rank) if target.partition else whole:
             for number, shard in enumerate(shards):
@@ -213,6 +208,7 @@ class Shards:
                     if low < high:
                         found = shard.narrow(source.dim, at + low - first, high - low)
                         result.narrow(source.dim, to + low - start, high - low).copy_(found)
+        return result
 
     # --- the optimizer ----------------------------------------------------------------------------
 
