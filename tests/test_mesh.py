@@ -412,17 +412,18 @@ RAISES = "%%px\nif rank == 1:\n    raise ValueError('only here')\ndist.barrier()
     [(RAISES, "RankError: rank 1: ValueError: only here"), ("%%px\nwhile True: pass", "timed out")],
     ids=["one rank raises", "time-out"],
 )
-def test_papermill_fails_and_leaves_nothing_where_the_host_name_does_not_resolve(
-    cell, said, tmp_path
-):
+def test_papermill_fails_and_leaves_nothing_where_no_name_resolves(cell, said, tmp_path):
     note = f"open({str(tmp_path / 'pids')!r}, 'w').write(repr(mesh.pids));"
     source = write(tmp_path / "in.ipynb", SETUP, note, cell)
     arguments = ["papermill", source, str(tmp_path / "out.ipynb"), "--execution-timeout", "30"]
     command = [sys.executable, "-m", *arguments]
-    renamed = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c"]
-    renamed += ['hostname no.such.host.invalid && exec "$@"', "sh"]
-    if shutil.which("unshare") and not subprocess.run([*renamed, "true"]).returncode:
-        command = [*renamed, *command]  # else this user may not rename the host in a namespace
+    silent = tmp_path / "resolv.conf"
+    silent.write_text("nameserver 192.0.2.1\n")  # of RFC 5737: nobody has it, so nobody answers
+    nameless = ["unshare", "--user", "--map-root-user", "--uts", "--mount", "sh", "-c"]
+    change = f"hostname no.such.host.invalid && mount --bind {silent} /etc/resolv.conf"
+    nameless += [f'{change} && exec "$@"', "sh"]
+    if shutil.which("unshare") and not subprocess.run([*nameless, "true"]).returncode:
+        command = [*nameless, *command]  # else this user may not change that in a namespace
     environment = os.environ | {"IPP_NONINTERACTIVE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert run.returncode != 0 and said in run.stdout + run.stderr, run

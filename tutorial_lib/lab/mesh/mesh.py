@@ -111,6 +111,9 @@ class Mesh:
             _current.close()
         _current = self
         atexit.register(self.close)
+        # Whenever torch connects to a store, it asks the name server for the address's name. Servers
+        # that drop the question cost 5 to 10 s by default: longer than some time-outs.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1")
         # What a launcher left would mislead torch-xla; the other variables are set by `join`.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
