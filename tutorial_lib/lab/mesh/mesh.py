@@ -111,8 +111,8 @@ class Mesh:
             _current.close()
         _current = self
         atexit.register(self.close)
-        # Whenever torch connects to a store, it asks the name server for the address's name. Servers
-        # that drop the question cost 5 to 10 s by default: longer than some time-outs.
+        # Whenever torch connects to a store, it asks the name server for the address's name. One
+        # that drops the question costs 5 to 10 s by default: longer than some time-outs.
         os.environ.setdefault("RES_OPTIONS", "timeout:1")
         # What a launcher left would mislead torch-xla; the other variables are set by `join`.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
