@@ -70,7 +70,7 @@ def sentence_pairs(
 def mask_tokens(
     input_ids: list[int], max_predictions: int, vocabulary: Vocabulary, rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Mask 15 % of the tokens in place: 80 % by [MASK], 10 % by a random token, 10 % by themselves.
+    """Mask 15 % of the tokens in place: 80 % of them become [MASK], 10 % random, 10 % stay.
 
     Returns:
         Positions in ascending order, none of a special token, and the ids that were there.

@@ -56,8 +56,8 @@ class BertOptions:
             raise ValueError(f"seq_length is {self.seq_length}, must be at least 8")
         if self.max_predictions > self.seq_length - 3:
             raise ValueError(
-                f"max_predictions is {self.max_predictions}, but of seq_length {self.seq_length} "
-                f"only {self.seq_length - 3} tokens are not special"
+                f"max_predictions is {self.max_predictions}, must be at most "
+                f"{self.seq_length - 3}: 3 of {self.seq_length} tokens are special"
             )
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}, must be between 0 and 1")
@@ -156,8 +156,8 @@ def _write_shard(job: _Shard) -> dict:
     documents = _documents(job, tokenizer)
     if len(documents) < 2:
         raise ValueError(
-            f"{job.path.name}: {len(documents)} of its {len(job.offsets)} articles have two "
-            f"sentences, a random next sentence needs two such articles; ask for fewer shards"
+            f"{job.path.name}: only {len(documents)} of its {len(job.offsets)} articles have two "
+            "sentences, and a random next sentence needs two such articles: ask for fewer shards"
         )
     rng = random.Random(f"{options.seed} {job.path.name}")
     pairs = []

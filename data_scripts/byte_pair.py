@@ -69,7 +69,7 @@ def train_byte_pair(texts: Iterable[str], vocab: Path, merges: Path, vocab_size:
         ValueError: the texts do not yield a vocabulary of exactly `vocab_size`.
     """
     if vocab_size <= BYTES:
-        raise ValueError(f"vocab_size {vocab_size}: {BYTES} bytes and {END_OF_DOCUMENT} come first")
+        raise ValueError(f"vocab_size is {vocab_size}, must be at least {BYTES + 1}")
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -98,7 +98,7 @@ def load_byte_pair(vocab: Path, merges: Path, vocab_size: int | None = None) -> 
     """
     for path in (vocab, merges):
         if not path.is_file():
-            raise FileNotFoundError(f"no {path}, of the tokenizer")
+            raise FileNotFoundError(f"the tokenizer's file {path} does not exist")
     try:
         ids = json.loads(vocab.read_bytes())
         size = len(ids)

@@ -127,7 +127,7 @@ def _read_pages(dump: Path, raw: BinaryIO, progress: bool) -> Iterator[_Page]:
 def _page(
     element: ElementTree.Element, site: str, namespaces: frozenset[str], templates: str
 ) -> _Page | None:
-    """The article of a page; None of a redirect and of another namespace."""
+    """The article of a page; None for a redirect or a page of another namespace."""
     title = element.findtext("{*}title") or ""
     if element.findtext("{*}ns") != "0" or element.find("{*}redirect") is not None:
         return None

@@ -67,6 +67,6 @@ def prepare_megatron(
         )
         return counts["text"]
 
-    # From above: a token has 4.2 characters and takes 2 bytes, of a large vocabulary 4.
+    # An upper bound: a token has 4.2 characters and takes 2 bytes, or 4 in a large vocabulary.
     needs_bytes = corpus.counts["characters"] // 3 * 4 + 20 * corpus.counts["articles"]
     return ensure(data_dir, "megatron", parameters, build, needs_bytes=needs_bytes)

@@ -1,6 +1,6 @@
 """From a Wikipedia dump to a data set, by `python -m data_scripts.prepare` or `prepare()`.
 
-What is there already is verified and kept; what a changed parameter concerns is built beside it.
+Existing data are verified and kept; what a changed parameter affects is built beside them.
 """
 
 import argparse
@@ -66,7 +66,10 @@ def prepare(
     options_class, prepare_format = FORMATS[format]
     fields = {field.name for field in dataclasses.fields(options_class)}
     if unknown := sorted(options.keys() - fields):
-        raise ValueError(f"format {format!r} has no option {', '.join(unknown)}")
+        raise ValueError(
+            f"format {format!r} has no option {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(fields))}"
+        )
     settings = options_class(**options)  # checked before the first stage runs
     if progress is None:
         progress = os.environ.get("IPP_NONINTERACTIVE", "") in ("", "0")

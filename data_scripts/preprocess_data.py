@@ -60,7 +60,7 @@ def preprocess(
     log_interval: int = 100,
     progress: bool = True,
 ) -> dict[str, dict[str, int]]:
-    """Tokenize a file of JSON lines; for each key what was counted.
+    """Tokenize a file of JSON lines; returns the counts for each key.
 
     Args:
         input: a JSON object a line.

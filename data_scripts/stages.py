@@ -50,11 +50,8 @@ class Stage:
 
 def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def ensure(
@@ -172,7 +169,7 @@ def _errors_named(data_dir: Path, name: str) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             message = f"no space left while building {name}, nothing of it is kept ({error})"
         elif error.errno in UNWRITABLE and ours:
-            message = "cannot be written to: name another folder by data_dir, --data-dir"
+            message = "cannot be written to: name another folder with data_dir or --data-dir"
         else:
             raise
         raise OSError(error.errno, message, str(data_dir)) from error

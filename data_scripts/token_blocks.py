@@ -81,7 +81,8 @@ def prepare_blocks(
         source = {"vocab_sha256": bpe.sha256(VOCAB), "merges_sha256": bpe.sha256(MERGES)}
     if options.separator and encoder.token_to_id(options.separator) is None:
         raise ValueError(
-            f"{tokenizer or TOKENIZER} has no token {options.separator!r} to separate articles by"
+            f"{tokenizer or TOKENIZER} has no token {options.separator!r} to separate articles by: "
+            "name another as separator, or '' for none"
         )
     parameters = asdict(options) | {
         "layout": LAYOUT,
@@ -110,7 +111,7 @@ def prepare_blocks(
             "held_out_blocks": blocks[HELD_OUT],
         }
 
-    # From above: 4.2 characters a token; 4 + 1 + 4 bytes a token, twice while it is saved.
+    # An upper bound: 4.2 characters a token; 4 + 1 + 4 bytes a token, twice while it is saved.
     needs_bytes = corpus.counts["characters"] // 3 * 9 * 2
     return ensure(
         data_dir, f"blocks-{options.block_size}", parameters, build, needs_bytes=needs_bytes

@@ -45,7 +45,7 @@ def prepare_wordpiece(
         vocab_size = 8192 if vocab_size is None else vocab_size
         if vocab_size <= len(SPECIAL_TOKENS):
             raise ValueError(
-                f"vocab_size {vocab_size}: {len(SPECIAL_TOKENS)} are special tokens alone"
+                f"vocab_size is {vocab_size}, must be at least {len(SPECIAL_TOKENS) + 1}"
             )
         parameters = {
             "corpus_sha256": corpus.sha256(ARTICLES),
@@ -70,11 +70,11 @@ def prepare_wordpiece(
 def train_wordpiece(
     articles: Path, folder: Path, vocab_size: int, *, lowercase: bool = True
 ) -> None:
-    """Train on the articles and write `vocab.txt` into `folder`, each time the same.
+    """Train on the articles and write `vocab.txt` into `folder`, deterministically.
 
     The trainer numbers characters in the order of a hash map and breaks ties between pairs by these
-    numbers, so the same text gives another vocabulary each time. Handed all characters as special
-    tokens, sorted, it has nothing left to number.
+    numbers, so the same text gives a different vocabulary each time. Handed all characters as
+    special tokens, sorted, it has nothing left to number.
     """
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
     characters, inner = Counter(), set()  # inner: those that go on a word, written with ##

@@ -22,10 +22,9 @@ _MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:home|Users|root|tmp|var/folders)/[\w
 
 
 def clean(nb: NotebookNode) -> NotebookNode:
-    """Leaves of an executed notebook what a reader needs: no traces of the tool that ran it or of
-    the time it ran.
+    """Strips an executed notebook of traces of the tool that ran it and of the time it ran.
 
-    Warnings and errors stay: `faults` names them, and they are mended at their source.
+    Warnings and errors stay: `faults` names them, and they are fixed at their source.
     """
     nb = nbformat.from_dict(json.loads(json.dumps(nb)))
     nb.metadata = NotebookNode(
@@ -212,6 +211,6 @@ def _file(module: str) -> Path | None:
     if parts[0] not in PACKAGES:
         return None
     place = ROOT.joinpath(*parts)
-    return next(
-        (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None
-    )
+    files = (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file())
+    # Where file names have no case, `mesh.Mesh` would be `mesh/mesh.py`.
+    return next((path for path in files if path in path.parent.iterdir()), None)

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten_with_path
 from tests.standin import Standin, alter, build, same, train
 from tests.test_checkpoint import reshard, start
 from tests.tiny_models import TINY
-from tutorial_lib.checkpoint import save_checkpoint, tags
+from tutorial_lib.checkpoint import load_checkpoint, save_checkpoint, tags
 from tutorial_lib.checkpoint.__main__ import main
 from tutorial_lib.checkpoint.shards import Shards
+from tutorial_lib.models.full_weights import full_tensors
 from tutorial_lib.models.initialize import hugging_face_reference
 from tutorial_lib.parallel_layers import parallel_state
 from tutorial_lib.storage import xser
@@ -25,6 +26,31 @@ CONFIG = TINY["bert"].config(hidden_size=24, num_attention_heads=12)
 
 def save_bert(folder):
     save_checkpoint(folder, "step_7", TINY["bert"].build(CONFIG))
+
+
+def save_replicated(folder):
+    """With the whole MLP and vocabulary on every rank."""
+    save_checkpoint(folder, "step_7", TINY["bert"].ours(CONFIG))
+
+
+def load_sharded(folder):
+    model = TINY["bert"].build(CONFIG)
+    load_checkpoint(folder, model=model)
+    return full_tensors(model)
+
+
+def test_what_was_replicated_is_loaded_as_shards_of_another_degree(ranks, tmp_path):
+    ranks(save_replicated, str(tmp_path / "run"), world_size=2, tp=2)
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "whole")]) == 0
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    for found in ranks(load_sharded, str(tmp_path / "run"), world_size=4, tp=4):
+        assert same({name: found[name] for name in whole}, whole)
+
+
+def test_an_option_that_is_an_argument_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["split", str(tmp_path), str(tmp_path / "t"), "--tp", "2", "--option", "tp=4"])
+    assert "--option tp: the command has an argument" in capsys.readouterr().err
 
 
 def reference():

@@ -127,7 +127,7 @@ def load_weights(folder):
 @pytest.mark.parametrize(
     "tp, words",
     [
-        (4, "dp_rank_00_tp_rank_01_pp_rank_00.pt: qkv is not what the rank before has"),
+        (4, "dp_rank_00_tp_rank_01_pp_rank_00.pt: qkv differs from the previous rank's"),
         (2, "does not say how qkv is sharded: size over ranks: 2 is not divisible by 4"),
     ],
 )

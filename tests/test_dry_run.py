@@ -114,7 +114,7 @@ def test_the_published_runs(name):
         (lambda: SMALL["bert"].change(dp=0), "dp is 0, must be a positive integer"),
         (lambda: SMALL["bert"].change(dtype=torch.int8), "torch.int8"),
         (lambda: SMALL["neox"].change(options={"shard_mlp": True}), "gpt_neox; it takes none"),
-        (lambda: SMALL["bert"].change(sequence_parallel=True), "not built for bert"),
+        (lambda: SMALL["bert"].change(sequence_parallel=True), "not available for bert"),
         (lambda: SMALL["bert"].change(sequence=513), "513 is above the model's 512"),
         (lambda: SMALL["neox"].change(checkpointing="selective"), "is not one of none, full"),
         (lambda: SMALL["neox"].change(float32_gradients=True), "needs zero"),

@@ -43,6 +43,14 @@ def test_golden_bytes(golden):
     assert [path.name for path in sorted(golden.parent.iterdir())] == ["golden.bin", "golden.idx"]
 
 
+@pytest.mark.parametrize("lengths", [[2], [3, 0], [], [4]])
+def test_builder_refuses_lengths_that_are_not_those_of_the_tokens(tmp_path, lengths):
+    with pytest.raises(ValueError, match=rf"{len(lengths)} lengths, from \d, sum to .* sum 3"):
+        with IndexedDatasetBuilder(tmp_path / "a", "<u2") as builder:
+            builder.add_documents([1, 2, 3], lengths)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("bad", [[70000], [-1], [100]])
 def test_builder_refuses_a_token_out_of_range(tmp_path, bad):
     old = build(tmp_path / "a", DOCUMENTS)

@@ -4,10 +4,12 @@ wrong.
 
 import ast
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from tutorial_lib.backends import check_backend
 from tutorial_lib.lab.mesh import Mesh, nursery
 from tutorial_lib.lab.mesh.failures import describe_failure
 from tutorial_lib.lab.mesh.output import as_shown, by_rank
+from tutorial_lib.lab.mesh.ranks import Rank
 
 SETUP = """
 from tutorial_lib.lab.mesh import Mesh
@@ -429,6 +432,16 @@ def test_papermill_fails_and_leaves_nothing_where_no_name_resolves(cell, said, t
     assert run.returncode != 0 and said in run.stdout + run.stderr, run
     pids = ast.literal_eval((tmp_path / "pids").read_text())
     wait_for(lambda: not any(map(psutil.pid_exists, pids)), 10, "the end of the ranks")
+
+
+def test_a_rank_may_print_before_its_first_task():
+    """As IPython does on a SLURM node where another virtual environment is active."""
+    here, there = Pipe()
+    there.send_bytes(pickle.dumps({"pid": 1}))
+    there.send_bytes(pickle.dumps([pickle.dumps(("output", "early"))]))
+    rank = Rank(here, "127.0.0.1")
+    rank.receive()
+    assert rank.is_alive and rank.output == ["early"]
 
 
 def test_ranks_that_no_fork_made_alike_draw_the_same_numbers(monkeypatch):

@@ -1,12 +1,15 @@
 """The mesh of ranks: layouts with known answers, errors with numbers, groups on real ranks."""
 
+import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers import ranks as node_ranks
 from tutorial_lib.parallel_layers.parallel_state import layout
 
 from .standin import refused
@@ -110,3 +113,16 @@ def test_a_group_waits_as_long_as_the_world(ranks, backend):
     """Not half an hour, as torch and torch-xla would by themselves: a notebook then hung."""
     for found in ranks(time_outs, world_size=4, tp=2, backend=backend):
         assert found == [timedelta(seconds=30)] * 2
+
+
+def take_turns():
+    """Ranks 0 and 1 are on one node, rank 2 on another."""
+    rank = dist.get_rank()
+    place = {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(2 - rank // 2)}
+    with mock.patch.dict(os.environ, place):
+        return node_ranks.in_turn(lambda: rank, num_workers=1), node_ranks.gather(rank)
+
+
+def test_nodes_with_different_numbers_of_ranks_stay_in_step(ranks):
+    found = ranks(take_turns, world_size=3, tp=1)
+    assert found == [(rank, [0, 1, 2]) for rank in range(3)]

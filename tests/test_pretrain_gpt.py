@@ -216,8 +216,8 @@ def test_another_order_of_the_data_or_schedule_is_refused(ranks, data, tmp_path)
     ranks(run, given, world_size=1, tp=1)
     for changes, message in (
         (dict(lr=2e-2), "--override-lr-scheduler"),
-        (dict(seed=5), "seed 1234, not 5"),
-        (dict(train_iters=54), "last_epoch_by_itself True, not False"),
+        (dict(seed=5), "seed 1234, this run's 5"),
+        (dict(train_iters=54), "last_epoch_by_itself True, this run's False"),
         (dict(train_iters=600), "dataset_size"),
     ):
         with pytest.raises(ValueError, match=message):

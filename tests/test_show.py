@@ -110,10 +110,13 @@ def test_claims_that_fail(tmp_path, measured, expected, options):
         show.Claims(tmp_path, {}).add("it", measured, expected, **options)
 
 
-@pytest.mark.parametrize("options", [{"relation": "~"}, {"tolerance": 0.1, "relation": "<="}])
-def test_claims_that_make_no_sense(tmp_path, options):
+@pytest.mark.parametrize(
+    "value, options",
+    [(1, {"relation": "~"}), (1, {"tolerance": 0.1, "relation": "<="}), ([1], {"tolerance": 0.1})],
+)
+def test_claims_that_make_no_sense(tmp_path, value, options):
     with pytest.raises(ValueError, match="relation"):
-        show.Claims(tmp_path, {}).add("it", 1, 1, **options)
+        show.Claims(tmp_path, {}).add("it", value, value, **options)
 
 
 class Base:

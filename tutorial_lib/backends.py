@@ -25,8 +25,8 @@ EAGER = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 BACKENDS = (*EAGER, "xla")
 NEURON_ROOT_PORT = 62182  # torch-xla's own choice
 
-# A forked process, such as a loader's worker, leaves its parent's garbage alone: a process group in
-# it would join threads that only the parent has, and crash.
+# A forked process, such as a loader's worker, must not collect its parent's garbage: a process
+# group there would join threads that only the parent has, and crash.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -59,14 +59,14 @@ def device_count(backend: str) -> int:
 
 
 def check_backend(backend: str, local_ranks: int = 1) -> str:
-    """The backend, for `auto` the first of `neuron`, `xla` on Trainium, `cuda` and `cpu` that works
-    here.
+    """The backend; for `auto`, the first of `neuron`, `xla` on Trainium, `cuda` and `cpu` that
+    works here.
 
     Args:
-        local_ranks: ranks on this machine; each needs a device, but on `cpu` and `xla`.
+        local_ranks: ranks on this machine; each needs a device, except on `cpu` and `xla`.
 
     Raises:
-        ValueError: it is unknown or cannot work on this machine, with what is missing.
+        ValueError: it is unknown or cannot work here; says what is missing.
     """
     if backend == "auto":
         works = {b: device_count(b) for b in EAGER} | {"xla": on_trainium("xla")}
@@ -79,8 +79,8 @@ def check_backend(backend: str, local_ranks: int = 1) -> str:
         )
     if backend == "xla" and not (on_trainium("xla") or is_installed("torch_xla", "jax")):
         raise ValueError(
-            "backend 'xla' needs torch_xla and jax, which are not both here: XLA between CPU "
-            "processes runs on Linux with Python 3.11 to 3.13: pip install 'tutorial-lib[xla]'"
+            "backend 'xla' needs torch_xla and jax, and at least one is missing: on Linux with "
+            "Python 3.11 to 3.13, pip install 'tutorial-lib[xla]'"
         )
     return backend
 
@@ -151,7 +151,7 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
         timeout: seconds that a host-side collective waits for its peers.
         store: where the ranks meet, in place of the one at MASTER_ADDR and MASTER_PORT.
     """
-    check_backend(backend)
+    backend = check_backend(backend)
     limit = timedelta(seconds=timeout)
     options = {"timeout": limit}
     if store is not None:
@@ -161,8 +161,8 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
     # one.
     if "MASTER_ADDR" in os.environ and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(os.environ["MASTER_ADDR"])
-    # A group that is made later gets torch's own default otherwise, half an hour, and not the
-    # time-out of the world.
+    # Otherwise a group made later would get torch's default time-out, half an hour, and not the
+    # world's.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
     group = "gloo"
     if backend == "xla" and on_trainium("xla"):
@@ -180,9 +180,7 @@ def init_distributed(backend: str, timeout: float = 60.0, store: dist.Store | No
 
 
 def current_backend() -> str:
-    """The backend that this process computes with, which its process group tells; `cpu` without
-    one.
-    """
+    """The backend that this process computes with, as its process group says; else `cpu`."""
     if uses_xla():
         return "xla"
     groups = dist.get_backend_config() if dist.is_initialized() else ""
@@ -201,8 +199,8 @@ def get_device(backend: str | None = None) -> torch.device:
 
 
 def uses_xla() -> bool:
-    """Whether this process computes with torch-xla. That it is imported proves nothing: other
-    libraries do that.
+    """Whether this process computes with torch-xla. An import proves nothing: other libraries do it
+    too.
     """
     xla_cpu = sys.modules.get("tutorial_lib.xla_cpu")
     started = xla_cpu is not None and xla_cpu.is_started()
@@ -229,8 +227,8 @@ def compilations() -> int:
         return 0
     import torch_xla.debug.metrics
 
-    # Those that torch-xla compiles itself: all on Trainium; elsewhere what was read without an end
-    # of the step.
+    # Graphs that torch-xla compiles itself: all on Trainium; elsewhere those of values read within
+    # a step.
     timed = torch_xla.debug.metrics.metric_data("CompileTime")
     own = 0 if timed is None else timed[0]
     if on_trainium("xla"):

@@ -12,39 +12,10 @@ from tutorial_lib.parallel_layers.grads import bucket_allreduce_gradients, fill_
 mark_step, xla_device = backends.mark_step, backends.get_device
 
 
-def get_ordinal() -> int:
-    """The global rank; 0 in a process that is no rank of anything."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def xrt_world_size() -> int:
-    """The number of ranks in the world."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_master_ordinal() -> bool:
-    """True on global rank 0."""
-    return get_ordinal() == 0
-
-
 def master_print(*args, **kwargs) -> None:
     """Prints on global rank 0."""
-    if is_master_ordinal():
+    if parallel_state.is_global_rank_zero():
         print(*args, **kwargs)
-
-
-def rendezvous(tag: str) -> None:
-    """Returns once every rank of the world has called it.
-
-    Raises:
-        RuntimeError: the ranks came with different tags; on all of them.
-    """
-    tags = parallel_state.gather_python_object(tag, parallel_state.get_world_group())
-    if len(set(tags)) > 1:
-        raise RuntimeError(
-            "the ranks met with different tags: "
-            + ", ".join(f"rank {rank}: {tag!r}" for rank, tag in enumerate(tags))
-        )
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: comm.Groups = None) -> None:
@@ -65,7 +36,7 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, groups: comm.Groups = Non
         tp = parallel_state.get_tensor_model_parallel_size()
         if tp > 1:
             raise ValueError(
-                f"groups is None, which averages over all {xrt_world_size()} ranks, and "
+                f"groups is None, which averages over all {dist.get_world_size()} ranks, and "
                 f"tensor-parallel groups of {tp} hold different weights: pass "
                 "groups=parallel_state.get_data_parallel_group(as_list=True)"
             )

@@ -53,7 +53,7 @@ def test_a_given_tokenizer(blocks, data_dir, tmp_path):
         ({"tokenizer": tmp_path / "none"}, FileNotFoundError, "no tokenizer at"),
         ({"tokenizer": given, "vocab_size": 50432}, ValueError, "8,192 tokens, not .* 50,432"),
         ({"tokenizer": given, "separator": "</s>"}, ValueError, "no token '</s>'"),
-        ({"vocab_size": 200}, ValueError, "vocab_size 200"),
+        ({"vocab_size": 200}, ValueError, "vocab_size is 200, must be at least 257"),
         ({"block_size": 1}, ValueError, "block_size is 1"),
         ({"block_size": 10_000_000}, ValueError, "do not fill a block of 10,000,000"),
     ]:

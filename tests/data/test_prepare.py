@@ -123,7 +123,7 @@ def test_a_folder_without_permission_is_named_with_the_option(tiny):
         folder.chmod(0o755)
         dump = Path(shutil.copy(tiny["dump"], folder))
         for target in (folder / "build" / "data", folder, dump):
-            with as_nobody(), pytest.raises(OSError, match="data_dir, --data-dir") as caught:
+            with as_nobody(), pytest.raises(OSError, match="data_dir or --data-dir") as caught:
                 prepare("bert", **tiny | {"data_dir": target, "dump": dump})
             assert str(target) in str(caught.value)
         there = tiny | {"data_dir": folder / "data", "dump": dump}
@@ -192,9 +192,9 @@ def test_wrong_vocabularies(tiny, tmp_path):
         ({"seq_len": 128}, "no option seq_len"),
         ({"workers": 0}, "workers is 0"),
         ({"shards": 0}, "shards is 0"),
-        ({"seq_length": 16, "max_predictions": 20}, "20, but of seq_length 16 only 13"),
+        ({"seq_length": 16, "max_predictions": 20}, "20, must be at most 13: 3 of 16"),
         ({"held_out": 1.0}, "held_out is 1.0"),
-        ({"vocab_size": 5}, "vocab_size 5"),
+        ({"vocab_size": 5}, "vocab_size is 5, must be at least 6"),
     ],
 )
 def test_wrong_parameters(tiny, options, message):

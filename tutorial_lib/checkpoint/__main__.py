@@ -62,8 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     done.
     """
     given = vars(parser().parse_args(arguments))
-    command, source = given.pop("command"), given.pop("source")
     options = dict(given.pop("option", []))
+    if taken := options.keys() & given.keys():
+        parser().error(f"--option {min(taken)}: the command has an argument of that name")
+    command, source = given.pop("command"), given.pop("source")
     try:
         result = TOOLS[command](source, **given, **options)
     except (OSError, RuntimeError, ValueError) as error:

@@ -34,7 +34,7 @@ def convert(
 
     Raises:
         ValueError, FileNotFoundError, FileExistsError: see `tools`, `split` and `distributed`; `tp`
-            is missing, or given for a distributed checkpoint.
+            is missing for a distributed source, or given for another.
     """
     if is_distributed(source) != (tp is not None):
         kind, rule = ("a", "has to") if is_distributed(source) else ("not a", "must not")

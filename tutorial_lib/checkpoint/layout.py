@@ -134,8 +134,9 @@ def _from_json(entry: dict, tp: int) -> Layout:
 def check_mesh(mesh: dict) -> None:
     """Raises ValueError or KeyError unless these are sizes of a mesh without pipeline stages."""
     for axis, size in {"tp": mesh["tp"], "pp": mesh["pp"], **mesh}.items():
-        if type(size) is not int or not 1 <= size <= (1 if axis == "pp" else RANKS):
-            raise ValueError(f"a mesh here cannot have {axis} {size!r}")
+        most = 1 if axis == "pp" else RANKS
+        if type(size) is not int or not 1 <= size <= most:
+            raise ValueError(f"{axis} is {size!r}, must be an integer from 1 to {most}")
 
 
 def write_metadata(folder: Path, metadata: dict) -> dict[str, Digest]:
@@ -166,7 +167,7 @@ def read_metadata(folder: str | Path) -> dict | None:
         if (optimizer := metadata["optimizer"]) is not None:
             names, zero1 = optimizer["parameters"], optimizer["zero1"]
             if type(zero1) is not bool or not all(type(name) is str for name in names or ()):
-                raise ValueError(f"optimizer is {optimizer}")
+                raise ValueError(f"optimizer is {optimizer}, not names and whether it is ZeRO-1")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         reason = f"it does not have {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is truncated or broken: {reason}") from error

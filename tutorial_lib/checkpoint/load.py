@@ -115,7 +115,7 @@ def _fill(target, state: dict, file: Path, load) -> None:
 
 
 def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
-    """Looks whether ranks have alike what they share, in a checkpoint of another library. Warns of
+    """Checks that ranks agree on what they share, in a checkpoint of another library. Warns of
     replicated tensors that differ.
 
     Raises:
@@ -127,7 +127,7 @@ def _check_shared(source: Shards, targets: dict[str, layout.Layout]) -> None:
         rank, _ = next(source.differing(name), (0, 0))
         if rank and source.layouts[name].partition:
             raise ValueError(
-                f"{source.file('model', rank)}: {name} is not what the rank before has of it. Key "
+                f"{source.file('model', rank)}: {name} differs from the previous rank's copy: key "
                 f"and value heads are on the {source.tp} ranks in another order than here"
             )
         drifted += [name] if rank else []

@@ -35,7 +35,8 @@ def read_optimizer(
     if None not in (names, saved) and names != saved:
         other = next((a, b) for a, b in zip([*names, None], [*saved, None]) if a != b)
         raise ValueError(
-            f"{folder} is of another optimizer: its groups hold {other[1]} where {other[0]} is here"
+            f"{folder} is of another optimizer: it has parameter {other[1]} where this one has "
+            f"{other[0]}"
         )
     place, tp, into_dict = ranks.my_place(), ranks.mesh()["tp"], isinstance(optimizer, dict)
     live = optimizer if into_dict else optimizer.state_dict()

@@ -30,7 +30,7 @@ def reshard(
 ) -> None:
     """Writes a checkpoint at other degrees.
 
-    Random states belong to ranks that are no more, and are left out unless the mesh is the same.
+    Random states belong to the ranks that saved them, and are kept only if the mesh is the same.
 
     Args:
         source: a checkpoint, or a folder of them: the latest.

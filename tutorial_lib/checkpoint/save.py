@@ -85,7 +85,7 @@ def save_checkpoint(
             ensure_positive(num_kept_ckpts=num_kept_ckpts)
         ranks.waves(num_workers)
         if step is not None and (type(step) is not int or step < 0):
-            raise ValueError(f"step {step!r} must be an integer from 0 on")
+            raise ValueError(f"step is {step!r}, must be a non-negative integer")
         check_stateful(model=model, optimizer=optimizer, scheduler=scheduler)
 
     ranks.together(check)

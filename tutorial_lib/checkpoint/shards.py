@@ -26,7 +26,7 @@ class Shards:
 
     Args:
         checkpoint: as `tags.latest` and `tags.find` give it.
-        blanks: of xser only shapes and dtypes are needed.
+        blanks: read only shapes and dtypes from xser.
         names: where the shards of each part are.
 
     Attributes:
@@ -125,13 +125,12 @@ class Shards:
         kinds = ("state", "base_state", MASTERS, "shape_info", "sharding")
         for key in kinds if part == "optim" else ():
             if not isinstance(value.get(key, {}), dict):
-                raise ValueError(f"{file}: {key} is not that of an optimizer")
+                raise ValueError(f"{file}: {key} is a {type(value[key]).__name__}, not a dict")
 
     # --- weights ----------------------------------------------------------------------------------
 
     def use_layouts(self, targets: dict[str, Layout]) -> None:
-        """Where the checkpoint does not say how its tensors are sharded, it is as those of a model
-        are at the saved degree.
+        """If the checkpoint does not say how it is sharded: as a model would be at its degree.
 
         Raises:
             ValueError: they cannot be; with the tensor and the degree.
@@ -176,7 +175,7 @@ class Shards:
         return range(self.tp if self.layouts[name].partition else 1)
 
     def differing(self, name: str) -> Iterator[tuple[int, int]]:
-        """`(rank, where in the full tensor)` of what ranks share and do not have alike."""
+        """`(rank, where in the full tensor)` of what ranks share but differ in."""
         held: dict[tuple[int, int], torch.Tensor] = {}
         partition = self.layouts[name].partition
         if partition and max(partition.replicas) == 1:
@@ -199,7 +198,8 @@ class Shards:
         """
         result = shards[0].new_zeros(target.local_shape()) if result is None else result
         if (source := self.layouts[name].partition) is None:
-            return result.copy_(shards[0])
+            whole, to = shards[0], target.partition
+            return result.copy_(whole if to is None else to.shard(whole, rank))
         whole = [(0, 0, target.shape[source.dim])]
         for start, to, length in target.partition.pieces(rank) if target.partition else whole:
             for number, shard in enumerate(shards):
@@ -291,8 +291,8 @@ class Shards:
         """The state of one tensor-parallel rank of another mesh: `(number, field, values)`, where
         `values[place]` is what a place among `places` holds; tensors may be views of a larger one.
 
-        ZeRO-1 has equal shards of the flattened parameter, in the vendor's library along dim 0.
-        Concatenated both are the parameter, row by row, and some padding. With `blank` none is
+        ZeRO-1 shards the flattened parameter equally, the vendor's library along dim 0.
+        Concatenated, both give the parameter, row by row, plus padding. With `blank` nothing is
         read: tensors are on the meta device.
         """
         for number, field, value in self.state():

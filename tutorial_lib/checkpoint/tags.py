@@ -2,7 +2,7 @@
 one is removed.
 
 `<folder>/<tag>` is complete if its `done` marker is there. A save is written to `<tag>.incomplete`,
-the marker last, and renamed. A complete checkpoint of the same tag steps aside for that to
+the marker last, and renamed. A complete checkpoint of that tag is first renamed to
 `<tag>.replaced`, and counts until the new one has its name.
 """
 

@@ -54,10 +54,10 @@ def _files(checkpoint: tags.Complete) -> Iterator[str]:
 
 
 def _problems(checkpoint: tags.Complete, data: bool) -> Iterator[str]:
-    """What is wrong inside files that are as they were written: all is read that there is.
+    """What is wrong inside files that are as they were written; reads all that there is.
 
     Args:
-        data: compare what ranks hold alike too, and try out the random states.
+        data: also compare what ranks share, and try out the random states.
     """
     try:
         shards = Shards(checkpoint, blanks=not data)
@@ -97,7 +97,7 @@ def check_small(shards: Shards, name: str) -> None:
         before = get_rng_state()
         try:
             if len(states := list(value["ranks"])) != shards.mesh.get("world", len(states)):
-                raise ValueError(f"{len(states)} states")
+                raise ValueError(f"{len(states)} states for {shards.mesh['world']} ranks")
             for state in states:
                 set_rng_state(state)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

@@ -2,8 +2,8 @@
 for each rank, without a model beside them. Those of the vendor's library have the same names and
 are read too.
 
-The optimizer's state of any mesh is read, by the same way as from a checkpoint, for a parameter
-knows itself how it is sharded. `save_checkpoint` is built for more.
+State saved on any mesh can be read, in the same way as from a checkpoint, because each parameter
+knows how it is sharded. `save_checkpoint` is built for more.
 """
 
 from pathlib import Path

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tutorial_lib.backends import current_backend
 from tutorial_lib.parallel_layers import parallel_state
+from tutorial_lib.parallel_layers.utils import ensure_positive
 
 PATTERN = "*_training_*.hdf5"
 KEYS = (
@@ -41,8 +42,8 @@ class PretrainingDataset(Dataset):
     Args:
         input_file: a shard, or a folder with files named `*_training_*.hdf5`.
         max_pred_length: most predictions used of a sample; default all that the shards hold.
-        vocab_size: every sample is checked for ids that the model does not have; default those
-            that no vocabulary has.
+        vocab_size: every sample is checked for ids that the model does not have; by default, for
+            ids from 2³¹ on.
 
     Raises:
         FileNotFoundError: no such shard, or no training shard in the folder.
@@ -69,7 +70,8 @@ class PretrainingDataset(Dataset):
         self.max_pred_length = predictions if max_pred_length is None else max_pred_length
         if not 1 <= self.max_pred_length <= predictions:
             raise ValueError(
-                f"max_pred_length is {self.max_pred_length}, {self.paths[0]} holds {predictions}"
+                f"max_pred_length is {self.max_pred_length}, must be from 1 to {predictions}, the "
+                f"predictions in {self.paths[0]}"
             )
         ids = 2**31 if vocab_size is None else vocab_size
         ends = ids, 2, 2, self.seq_length, ids, 2
@@ -132,7 +134,8 @@ def create_pretraining_dataset(
     """
     train_data = pretraining_dataset(input_file=input_file, max_pred_length=max_pred_length)
     dp_size = parallel_state.get_data_parallel_world_size()
-    if mini_batch_size < 1 or len(train_data) < mini_batch_size * dp_size:
+    ensure_positive(mini_batch_size=mini_batch_size)
+    if len(train_data) < mini_batch_size * dp_size:
         raise ValueError(
             f"{len(train_data)} samples in {input_file} do not fill a batch of {mini_batch_size} "
             f"on each of {dp_size} data-parallel ranks"

@@ -15,7 +15,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class GPTDataset(Dataset):
-    """`num_samples` samples or some more, shuffled; so a batch sampler must not shuffle again.
+    """At least `num_samples` samples, already shuffled: a sampler must not shuffle again.
 
     The order is fixed by the data set, the documents, S, `num_samples` and the seed, so the number
     of samples consumed is all the state there is. With `ResumableBatchSampler(shuffle=False)` the
@@ -111,7 +111,7 @@ def split_weights(split: str) -> dict[str, float]:
     except ValueError as error:
         raise ValueError(f"split {split!r} is not numbers and commas, as in 949,50,1") from error
     if len(weights) > 3 or not all(0 <= weight < float("inf") for weight in weights):
-        raise ValueError(f"split {split!r} is not up to three numbers from 0 on")
+        raise ValueError(f"split {split!r} must be one to three numbers, none below 0")
     if sum(weights) == 0:
         raise ValueError(f"split {split!r} gives no document to any split")
     weights += [0.0] * (3 - len(weights))

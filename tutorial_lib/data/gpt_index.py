@@ -56,7 +56,7 @@ class Epochs(NamedTuple):
 
 
 def epochs_for(tokens: int, num_samples: int, seq_length: int) -> Epochs:
-    """As many as `num_samples` samples take, where an epoch has so many tokens."""
+    """The epochs that `num_samples` samples take, at `tokens` tokens an epoch."""
     count = -(-(num_samples * seq_length + 1) // tokens)
     before_last = ((count - 1) * tokens - 1) // seq_length
     enough = int(SEPARATE_BELOW * ((tokens - 1) // seq_length))

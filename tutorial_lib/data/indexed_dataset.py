@@ -136,7 +136,7 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     if code not in DTYPES:
         raise ValueError(f"{idx} has type code {code}; tokens have one of {sorted(DTYPES)}")
     if m < 1:
-        raise ValueError(f"{idx} is damaged: its document index is empty, it starts with 0")
+        raise ValueError(f"{idx} is damaged: its document index is empty, must start with 0")
     expected = HEADER.size + 12 * n + 8 * m
     if (size := idx.stat().st_size) != expected:
         raise ValueError(

@@ -19,8 +19,8 @@ class IndexedDatasetBuilder:
         with IndexedDatasetBuilder(prefix, token_dtype(vocab_size)) as builder:
             builder.add_documents(tokens, lengths)
 
-    Leaving the block by an exception leaves no file, and an earlier data set as it was. In memory
-    are 4 bytes for each document, no tokens.
+    If the block raises, no file is left, and an earlier data set stays as it was. Memory holds 4
+    bytes for each document, and no tokens.
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder is created.
@@ -35,7 +35,7 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = {np.dtype(name): code for code, name in DTYPES.items()}
         if self.dtype not in codes:
-            raise ValueError(f"tokens of type {self.dtype}: the format has none but integers")
+            raise ValueError(f"dtype is {self.dtype}, must be one of {', '.join(DTYPES.values())}")
         self._code = codes[self.dtype]
         self.vocab_size = vocab_size or int(np.iinfo(self.dtype).max) + 1
         self.empty_documents = 0  # how many the caller left out
@@ -50,9 +50,14 @@ class IndexedDatasetBuilder:
         are the caller's to append.
 
         Raises:
-            ValueError: an id is not in the vocabulary.
+            ValueError: an id is not in the vocabulary; lengths that are not those of the tokens.
         """
-        values = np.asarray(tokens)
+        values, lengths = np.asarray(tokens), list(lengths)
+        if sum(lengths) != len(values) or min(lengths, default=1) < 1:
+            raise ValueError(
+                f"{len(lengths)} lengths, from {min(lengths, default=0)}, sum to {sum(lengths)}: "
+                f"each must be positive, and their sum {len(values)}, the number of tokens"
+            )
         where = f"{bin_path(self.prefix)}, document {len(self._lengths)}"
         check_tokens(values, self.vocab_size, where)
         self._file.write(np.ascontiguousarray(values, self.dtype))

@@ -66,10 +66,12 @@ class ResumableBatchSampler(Sampler):
         if rank is None:
             rank = parallel_state.get_data_parallel_rank()
         ensure_positive(batch_size=batch_size, num_replicas=num_replicas)
-        if len(dataset) < batch_size * num_replicas or not 0 <= rank < num_replicas:
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank is {rank}, must be from 0 to {num_replicas - 1}")
+        if len(dataset) < batch_size * num_replicas:
             raise ValueError(
                 f"{len(dataset)} samples do not fill a batch of {batch_size} on each of "
-                f"{num_replicas} data-parallel ranks, of which this is rank {rank}"
+                f"{num_replicas} data-parallel ranks"
             )
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0

@@ -9,7 +9,7 @@ from typing import Any
 from tutorial_lib.backends import check_backend
 
 LARGEST = 2**31 - 1
-INJECTED = "# Parameters"  # how the cell begins that papermill puts behind the parameters cell
+INJECTED = "# Parameters"  # first line of the cell that papermill inserts
 
 
 def check_parameters(

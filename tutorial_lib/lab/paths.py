@@ -9,7 +9,7 @@ def resolve(path: str | Path) -> Path:
     """`path` as it stands if absolute, else below the checkout that holds this package.
 
     A notebook's working directory depends on who runs it (JupyterLab and nbmake: its own folder;
-    papermill: the caller's), so data that one of them prepared would be missed by the next. Where
+    papermill: the caller's), so the next would not find data that one of them prepared. Where
     the package is installed without a checkout, relative paths start at the working directory.
     """
     root = Path(tutorial_lib.__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Attention between heads that are given, apart from the projections around it.
+"""Attention for given query, key and value heads, without the projections.
 
 It is a module of its own, and has no parameters, so that selective activation checkpointing can
 pick it: its `[S, S]` matrices are most of what a layer keeps for backward, and among the cheapest
@@ -25,8 +25,8 @@ def causal_mask(
 
     Args:
         attention_mask: `[B, S]`, 0 for padding, which then is hidden too: `[B, 1, S, S]`.
-        position_ids: `[B, S]`. Without an `attention_mask` another document begins where they do
-            not count on, and documents do not see each other, as in Hugging Face without a cache.
+        position_ids: `[B, S]`. Without an `attention_mask`, a new document begins where they do not
+            continue, and documents do not see each other, as in Hugging Face without a cache.
 
     Raises:
         ValueError: one of them has another shape.

@@ -37,10 +37,10 @@ class ShardedModel:
 
     # The part of a name for fused matrices, and Hugging Face's parts for each, in their order.
     fused: ClassVar[dict[str, tuple[str, ...]]] = {}
-    # By the end of a module's name: the configuration's fields for the number of attention heads in
-    # each of its matrices, of which none is divided.
+    # By suffix of a module's name: the configuration's fields for the number of attention heads in
+    # each of its matrices. No head is divided.
     heads: ClassVar[dict[str, tuple[str, ...]]] = {}
-    kernels = ("eager", "sdpa")  # of Hugging Face's kinds of attention, those that are equalled
+    kernels = ("eager", "sdpa")  # Hugging Face's attention kinds whose results are matched
     vocabulary_multiple = 1  # of the rows of the vocabulary on each rank
 
     def __init__(self, config: PretrainedConfig, shard_mlp: bool = True):
@@ -94,7 +94,7 @@ class ShardedModel:
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Raises ValueError: Hugging Face's leaves out fused weights, and marks of sharded ones."""
+        """Raises ValueError: Hugging Face's would lose fused weights, and the marks of shards."""
         raise ValueError(
             f"{cls.__name__} is built from a configuration and takes the weights of Hugging Face's "
             "model by `load_full_tensors`, or from a checkpoint that was split"

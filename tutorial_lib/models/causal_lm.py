@@ -56,8 +56,8 @@ class ShardedBody:
 
     def _apply(self, fn, recurse: bool = True):
         """Casts the model, but leaves the frequencies of rotary embeddings (Su et al., 2021) in
-        float32: in bfloat16 they have three digits, and after some hundred positions the angle is
-        another.
+        float32: bfloat16 has three digits, and after some hundred positions the angles would be
+        wrong.
         """
         rotary = getattr(self, "rotary_emb", None)
         before = {} if rotary is None else dict(rotary._buffers)

@@ -55,6 +55,7 @@ def load_full_tensors(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
     Raises:
         ValueError: names that are missing, or a tensor of another shape.
     """
+    model = getattr(model, "original_module", lambda: model)()  # without the trainer's wrapper
     tensors = published_tensors(type(model), model.config, full)
     for name, parameter in model.named_parameters():
         partition = partition_of(parameter)
@@ -113,14 +114,14 @@ def fused(
     shape: tuple[int, ...],
     tensors: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """The full tensor that is `name` here, of the one or several that Hugging Face has for it.
+    """The full tensor that is `name` here, made of the one or several that Hugging Face has.
 
     Raises:
-        ValueError: they do not have the shape, or the matrices of it other sizes.
+        ValueError: it, or one of its matrices, has another size.
     """
     matrices = [tensors[theirs] for theirs in cls.hugging_face_names(name)]
     whole = matrices[0] if len(matrices) == 1 else torch.cat(matrices, partition.dim)
     sizes = [matrix.size(partition.dim) for matrix in matrices] if len(matrices) > 1 else []
     if tuple(whole.shape) != shape or (sizes and tuple(sizes) != partition.sizes):
-        raise ValueError(f"{name} would be {tuple(whole.shape)} of {sizes}, not {shape}")
+        raise ValueError(f"{name} is {tuple(whole.shape)} (matrices: {sizes}), must be {shape}")
     return whole

@@ -13,7 +13,7 @@ from ..parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 
 
 class _Transposed:
-    """Turns the weight of a parallel linear layer, and its partition, the other way round."""
+    """Transposes the weight of a parallel linear layer, and its partition."""
 
     def _declare(self, name, shape, partition=None, **marks):
         if name == "weight":

@@ -132,27 +132,17 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):
                 self.state[p][key] = value.detach().to(p.device, copy=True)
 
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-
-
 def get_param_groups_by_weight_decay(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two parameter groups: matrices with decay; without, vectors (every bias, the scale of an RMS
-    norm, …) and what belongs to a normalisation.
+    """Two parameter groups: matrices with decay; vectors (every bias, the scales of norms) without.
 
     No name counts: "LayerNorm.weight" does not contain "norm", and a fused projection's bias is
-    `bias_qkv`. A tied parameter goes where its first module puts it. Frozen parameters are
-    included.
+    `bias_qkv`. Frozen parameters are included.
 
     Returns:
         `[{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}]`.
     """
-    decayed, plain = {}, {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in decayed and id(parameter) not in plain:
-                free = isinstance(module, NORMS) or parameter.dim() < 2
-                (plain if free else decayed)[id(parameter)] = parameter
+    parameters = list(model.parameters())
     return [
-        {"params": list(decayed.values()), "weight_decay": weight_decay},
-        {"params": list(plain.values()), "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]

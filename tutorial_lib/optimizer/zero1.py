@@ -29,9 +29,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     parameters), the master weight; so it has to treat each element by itself (Adam and SGD do;
     LAMB's and Adafactor's per-tensor statistics would be those of a shard).
 
-    What counts is what the model and this optimizer hold when `step` is called. The inner optimizer
-    is given it anew each time: weights (however they were changed, a master that still rounds to
-    its weight keeps its further digits), gradients, groups with their options, and state, of which
+    `step` uses what the model and this optimizer hold when it is called, and hands it to the inner
+    optimizer anew each time: weights (however they were changed; a master that still rounds to its
+    weight keeps its further digits), gradients, groups with their options, and state, of which
     `state[param]` is this rank's shard.
 
     Args:
@@ -40,8 +40,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         grad_clipping: clip to `max_norm`; also what makes `grad_norm` available.
         max_norm: 1.0 by default.
         pin_layout: accepted and ignored.
-        sharding_groups: who shares the weights; by default the data- (and context-) parallel
-            groups.
+        sharding_groups: the ranks with the same weights; by default the data-parallel groups.
         grad_norm_groups: accepted if they are the tensor-parallel groups, over which the norm is
             always taken.
         use_grad_acc_hook: accumulate in float32, so that `param.grad` is float32.
@@ -178,7 +177,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         base.state = defaultdict(dict, {self._shard_of(param): value for param, value in state})
 
     def _take_back(self) -> None:
-        """The other way: what a step or a load has changed."""
+        """Takes back what a step or a load has changed."""
         base = self.base_optimizer
         for group, sharded in zip(self.param_groups, base.param_groups, strict=True):
             group.update(sharded | {"params": group["params"]})

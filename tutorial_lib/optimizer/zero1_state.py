@@ -67,6 +67,8 @@ def _shape_info(name: str | None, parameter: torch.Tensor, size: int) -> dict:
 
 def check_fits(state_dict: dict, optimizer: "NeuronZero1Optimizer") -> None:
     """Raises ValueError unless a state is of this optimizer's parameters, and of its shards."""
+    if "sharding" not in state_dict:
+        raise ValueError(f"not the state of a ZeRO-1 optimizer: its keys are {[*state_dict]}")
     saved, here = state_dict["sharding"], optimizer.sharding
     if saved != here:
         raise ValueError(

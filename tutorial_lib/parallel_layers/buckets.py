@@ -1,6 +1,6 @@
 """Many small tensors in a few collectives."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -61,14 +61,13 @@ def one_ahead(buckets: list[list[int]], start: Callable, finish: Callable) -> No
 
 @torch.no_grad()
 def all_reduce_bucketed(
-    tensors: Iterable[torch.Tensor], groups: comm.Groups, scale: float = 1.0
+    tensors: list[torch.Tensor], groups: comm.Groups, scale: float = 1.0
 ) -> None:
     """Replaces each tensor by `scale` times its sum over the group, in few large all-reduces.
 
     Args:
         tensors: the same shapes in the same order on every rank of the group.
     """
-    tensors = list(tensors)
 
     def start(places: list[int]) -> tuple[list[torch.Tensor], comm.Pending]:
         bucket = [tensors[place] for place in places]

@@ -56,7 +56,7 @@ class Pending:
 
 def _operation(op_type: str) -> dist.ReduceOp:
     if op_type not in _OPS:
-        raise ValueError(f"op_type {op_type!r} is not one of {', '.join(_OPS)}")
+        raise ValueError(f"reduction {op_type!r} is not one of {', '.join(_OPS)}")
     return _OPS[op_type]
 
 
@@ -211,8 +211,8 @@ def reduce_scatter_start(
 
 
 def _exchange(chunks: Sequence[torch.Tensor], axis) -> tuple[list[torch.Tensor], list[dist.Work]]:
-    """Sends every rank its chunk and receives one from each: these, in rank order, once the works
-    are done. This rank's own is not copied.
+    """Sends each rank its chunk and receives one from each. Returns these in rank order (its own
+    is not copied), and the works to wait for.
     """
     received, works = list(chunks), []
     for place, rank in enumerate(axis.ranks):
@@ -257,7 +257,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, groups: Groups = None) -> torc
     """The tensor of the group's rank number `src` (its place in the group), on all its ranks."""
     tensor, axis = tensor.detach(), parallel_state.axis_of(groups)
     if not 0 <= src < axis.size:
-        raise ValueError(f"src {src} is not a place in a group of {axis.size}")
+        raise ValueError(f"src is {src}, must be a place in the group, 0 to {axis.size - 1}")
     if axis.size == 1:
         return tensor.clone()
     if tensor.device.type == "xla":
@@ -277,7 +277,7 @@ def barrier(groups: Groups = None) -> None:
 
 def raise_on_all(error: Exception | None, groups: Groups = None) -> None:
     """Raises on every rank of the group if any rank passes an error: its own where it has one, else
-    the first peer's (of its type if that is a built-in one made of a message, else RuntimeError).
+    the first peer's (of the same built-in type if a message makes one, else RuntimeError).
 
     Call it on all ranks at a point that all reach, so that none waits for one that has failed.
     """

@@ -17,8 +17,8 @@ class ParallelEmbedding(ShardedModule):
         num_embeddings, embedding_dim: the full table: V rows of H.
         padding_idx: a global id, whose row starts as zeros and gets no gradient.
         init_method: fills the full table in place.
-        pad: put zero rows behind a `num_embeddings` that the ranks do not divide. In training too:
-            no id reaches them.
+        pad: append zero rows where the ranks do not divide `num_embeddings`, in training too: no id
+            reaches them.
         pad_alignment_size_per_rank: with `pad`, make each rank's share a multiple of it, as in
             `ColumnParallelLinear`.
         sequence_parallel_enabled: give this rank's shard of the sequence.

@@ -1,8 +1,8 @@
 """Notes on activations: whether their last dimension holds all features of a layer, or one rank's
 shard of them.
 
-A layer or a loss that takes the other one would often find sizes that fit, and compute a wrong
-number. So what shards or gathers features leaves a note, and what takes them looks for it.
+A layer or a loss given the wrong one would often find that sizes fit and compute a wrong number.
+So whatever shards or gathers features leaves a note, and whatever takes them reads it.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ def note_features(output: torch.Tensor, whole: int, shard: int, gathered: bool) 
 
 def noted_features(x: torch.Tensor) -> Features | None:
     """The note on `x`, or on what `x` was computed from by functions of one tensor (views, casts,
-    activations, but neither a multiplication by a matrix nor a reduction); None if there is none.
+    activations; not matrix products or reductions over ranks); None if there is none.
 
     Without an autograd graph only the tensor that a region or a layer returned has its note.
     """

@@ -10,12 +10,11 @@ from .marks import KeepsParameterMarks
 class LayerNorm(KeepsParameterMarks, nn.LayerNorm):
     """`nn.LayerNorm` whose parameters are marked `sequence_parallel_enabled`.
 
-    Under sequence parallelism each rank sees its share of the positions, so that the parameters'
-    gradients are shares, to be summed over the tensor-parallel group once a step. That is what the
-    mark is for.
+    Under sequence parallelism each rank sees its share of the positions, so the parameters'
+    gradients are shares: the mark has them summed over the tensor-parallel group once a step.
 
-    Where the input is of another dtype than the parameters, the wider of both computes and the
-    input's comes out.
+    If the dtypes of input and parameters differ, it computes in the wider one and returns the
+    input's.
     """
 
     def __init__(self, *args, sequence_parallel_enabled: bool = False, **kwargs):

@@ -62,8 +62,8 @@ class ParallelLinear(ShardedModule):
             self.draw_("bias", lambda bias: nn.init.uniform_(bias, -bound, bound))
 
     def _gathered(self, output: torch.Tensor) -> torch.Tensor:
-        """The output features of all ranks, without padding. Of what ranks hold copies of, one is
-        taken: the others get no gradient, which is counted once so.
+        """The output features of all ranks, without padding. Where ranks hold copies, one is taken;
+        the others get no gradient, so that it counts once.
         """
         output = mappings.gather_from_tensor_model_parallel_region(output)
         if self.rows.trivial:
@@ -91,9 +91,8 @@ class ColumnParallelLinear(ParallelLinear):
         init_method: fills the full weight in place; by default as `nn.Linear`.
         sequence_parallel_enabled: the input is this rank's shard of the sequence, `[S/T, B, H]`. It
             is gathered in forward and again in backward, not kept gathered.
-        pad: put zero rows behind an `output_size` that the ranks do not divide. In training too:
-            they take no part in the multiplication, so that their output and gradient are exactly
-            0.
+        pad: append zero rows where the ranks do not divide `output_size`, in training too: the rows
+            take no part in the multiplication, so their output and gradient are exactly 0.
         pad_alignment_size_per_rank: with `pad`, make each rank's share a multiple of it.
 
     Shapes:

@@ -6,7 +6,7 @@ Column: `Y = X [A_1 … A_T]`, `X` on every rank. Row: `Y = Σ X_i A_i`, `X_i` a
 outside of the pair: an all-gather before the column layer and a reduce-scatter behind the row layer
 take the place of the two all-reduces (Korthikanti et al., 2022, section 4.2).
 
-Sums over the ranks are of float32 (float64 for float64), also where the tensors are of less.
+Sums over the ranks are computed in float32 (float64 for float64), even for narrower tensors.
 """
 
 import torch

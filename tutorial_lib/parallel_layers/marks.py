@@ -47,10 +47,8 @@ def is_tensor_parallel(parameter: torch.Tensor) -> bool:
 
 
 class KeepsParameterMarks:
-    """For modules that mark their parameters: the parameters that replace them get their marks.
-
-    That is in a deep copy, `load_state_dict(assign=True)`, `to_empty`, and on some devices every
-    conversion.
+    """For modules that mark their parameters: parameters that replace them get their marks, as in a
+    deep copy, `load_state_dict(assign=True)`, `to_empty`, and on some devices every conversion.
     """
 
     def _keep_marks_of(self, before: dict[str, nn.Parameter | None]) -> None:

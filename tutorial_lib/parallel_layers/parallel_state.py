@@ -147,7 +147,7 @@ def _axis(name: str) -> _Axis:
             "first"
         )
     if name not in _axes:
-        raise RuntimeError(f"the {name} group is not initialised")
+        raise RuntimeError(f"the {name} group is not initialised: call initialize_{name}_group")
     return _axes[name]
 
 
@@ -214,7 +214,7 @@ get_tensor_parallel_size = get_tensor_model_parallel_size
 get_data_parallel_world_size = get_data_parallel_size
 
 
-# What scripts ask for that could also run with these axes.
+# Scripts query these axes; here their size is always 1.
 def get_pipeline_model_parallel_size() -> int:
     return 1
 
@@ -277,7 +277,7 @@ def gather_python_object(obj, group: ProcessGroup) -> list:
 
 
 def rmsg(msg: str) -> str:
-    """`msg` behind the coordinates of this rank, for example `[rank_3_tp1_dp1]`."""
+    """`msg` prefixed with this rank's coordinates, such as `[rank_3_tp1_dp1]`."""
     place = f"rank_{dist.get_rank() if dist.is_initialized() else 0}"
     if model_parallel_is_initialized():
         place += f"_tp{_axis('tp').rank}_dp{_axis('dp').rank}"

@@ -39,7 +39,7 @@ def xla_model():
 
 
 def _devices() -> dict:
-    """Who keeps torch's own states: the host, and the device that this process computes on."""
+    """What keeps torch's own states: the host and the device this process computes on."""
     backend = backends.current_backend()
     return {"cpu": torch} | (
         {} if backend in ("cpu", "xla") else {backend: getattr(torch, backend)}

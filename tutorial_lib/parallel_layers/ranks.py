@@ -45,7 +45,7 @@ def together(function: Callable[..., T], *args, group=None, **kwargs) -> T:
     """`function` on every rank; if it fails on one, all raise.
 
     Args:
-        group: communicates instead of the world's group, here and below; of the same ranks.
+        group: used instead of the world's group, and of the same ranks; here and below.
     """
     result, error = None, None
     try:
@@ -68,7 +68,7 @@ def gather(value: T, group=None) -> list[T]:
 
 
 def check_folder(path: object) -> None:
-    """Raises ValueError unless `path` can be one."""
+    """Raises ValueError unless it is a non-empty path."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"{path!r} is not the path of a folder")
 
@@ -86,7 +86,7 @@ def waves(num_workers: int) -> int:
 
 def in_turn(function: Callable[[], T], num_workers: int, group=None) -> T:
     """`together`, with at most `num_workers` ranks of a node at work at a time."""
-    result, turns = [], waves(num_workers)
+    result, turns = [], max(gather(waves(num_workers), group))  # nodes may differ in ranks
     mine = int(os.environ.get("LOCAL_RANK", dist.get_rank())) // num_workers
     for turn in range(turns):
         together(lambda: result.append(function()) if turn == mine else None, group=group)

@@ -1,4 +1,4 @@
-"""Recomputation: a part of the model keeps its inputs alone, and runs again when backward needs the
+"""Recomputation: a part of the model keeps only its inputs, and runs again when backward needs the
 rest (Chen et al., 2016).
 """
 
@@ -17,8 +17,8 @@ def checkpoint(function: Callable, *args, **kwargs):
     activations cost no memory.
 
     The second run draws the random numbers of the first, from both streams;
-    `torch.utils.checkpoint` alone knows the default one, and not that of XLA. On XLA a barrier
-    keeps the compiler from finding the first run's values and using them.
+    `torch.utils.checkpoint` by itself replays only the default one, and not XLA's. On XLA a barrier
+    keeps the compiler from reusing the first run's values.
     """
     replay = _Replay()
 
@@ -39,8 +39,8 @@ def checkpoint(function: Callable, *args, **kwargs):
 
 
 class _Replay:
-    """Inside the block both random streams are where they were when it was made. It may be entered
-    again: backward through a graph that was retained computes its values once more.
+    """Inside the block both random streams are where they were when this object was made. It can be
+    entered again: each backward through a retained graph recomputes.
     """
 
     def __init__(self):

@@ -27,7 +27,7 @@ def divide(numerator: int, denominator: int, what: str = "") -> int:
 
 
 def padding_of(size: int, parts: int, multiple: int = 1) -> int:
-    """Zeros behind `size` so that each of `parts` ranks has the same multiple of `multiple`.
+    """Zeros to append so that `parts` ranks get equal shares, each a multiple of `multiple`.
 
     GPT-2's vocabulary of 50257 gets 943 on 8 ranks with a multiple of 128: 51200 in all.
     """
@@ -40,11 +40,11 @@ def ids_outside(
 ) -> torch.Tensor | None:
     """None if every id is in `[0, size)` (or `ignore`); ranks with equal ids get equal answers.
 
-    On an accelerator, which would have to stop for a look at the values, the mask of the ids
-    outside, for the caller to put NaN there.
+    On an accelerator, which would stall to look at the values, it returns the mask of the ids
+    outside instead, for the caller to put NaN there.
 
     Raises:
-        ValueError: ids that are not integers; or one outside, for ids on the host.
+        ValueError: ids that are not integers; on the host, an id outside.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise ValueError(f"each {what} is an integer, not {ids.dtype}")

@@ -100,8 +100,8 @@ def flush(path: str | Path) -> None:
 
 
 def reserve(path: str | Path) -> None:
-    """Gives a file with holes its room on the disk: a full one is an error then, and not a signal
-    when a hole is written to through a mapping.
+    """Allocates disk space for a sparse file: a full disk is an error here, and not a signal when
+    a hole is written to through a mapping.
 
     Raises:
         OSError: the disk is full, with the path.

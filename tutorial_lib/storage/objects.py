@@ -74,7 +74,7 @@ def check_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """The tensor, if it has data, one element beside the other; ValueError if not."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
-        raise ValueError(f"{where} holds a tensor ({kind}) that is not an array of numbers")
+        raise ValueError(f"{where} holds a tensor ({kind}); only dense ones with data may be there")
     return tensor
 
 
@@ -89,8 +89,8 @@ def check_finite(weights: dict, where: str) -> None:
     """Raises ValueError, with its name, if a floating-point tensor of a state dict is not finite.
     Beside parameters there may be buffers, such as masks, that hold infinities.
 
-    All are looked at in one go, for a device that would be asked once for each. Every rank calls
-    this, which ends a step: on xla, what is read within one is compiled anew in each run.
+    One read covers all of them, so the device is asked once. Every rank calls this, and it ends a
+    step: on xla, what is read within a step is compiled anew in each run.
     """
     marked = any(isinstance(tensor, torch.nn.Parameter) for tensor in weights.values())
     kind = torch.nn.Parameter if marked else torch.Tensor
@@ -103,13 +103,13 @@ def check_finite(weights: dict, where: str) -> None:
     mark_step()
     if bad := [name for name, good in zip(finite, found.tolist(), strict=True) if not good]:
         raise ValueError(
-            f"{where} is not saved, for {bad[0]} and {len(bad) - 1} more tensors hold NaN or "
-            "infinity: go on from the last checkpoint"
+            f"{where} is not saved: {len(bad)} tensors hold NaN or infinity, the first is "
+            f"{bad[0]}; resume from the last checkpoint"
         )
 
 
 def identity(tensor: torch.Tensor):
-    """What two tensors have in common that are one, or views of the same elements."""
+    """A key, equal for tensors that are one or are views of the same elements."""
     if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
         return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
     return id(tensor)

@@ -42,8 +42,7 @@ def neuronx_distributed_config(
 ) -> dict:
     """The configuration that `initialize_parallel_model` and `initialize_parallel_optimizer` take.
 
-    In a process group it sets up the mesh of these sizes too, unless it is up, so every rank calls
-    it.
+    In a process group it also sets up this mesh, unless it is up already: every rank calls it.
 
     Args:
         optimizer_config: `zero_one_enabled` (False), `grad_clipping` (True), `max_grad_norm` (1.0).
@@ -64,8 +63,8 @@ def neuronx_distributed_config(
     Raises:
         ValueError: unknown keys, values that contradict each other, or sizes that do not fit the
             world.
-        NotImplementedError: pipeline parallelism, `pad_model`, `lora_config`: the tutorials teach
-            none of them.
+        NotImplementedError: pipeline, context and expert parallelism, `pad_model`, `lora_config`:
+            the tutorials teach none of them.
     """
     sizes = dict(
         tensor_parallel_size=tensor_parallel_size,
@@ -74,11 +73,9 @@ def neuronx_distributed_config(
         expert_parallel_size=expert_parallel_size,
     )
     ensure_positive(**sizes)
-    unsupported = dict(
-        pipeline_parallel_size=pipeline_parallel_size > 1 and pipeline_parallel_size,
-        pipeline_config=pipeline_config,
-        pad_model=pad_model,
-        lora_config=lora_config,
+    others = {axis: n for axis, n in sizes.items() if n > 1 and axis != "tensor_parallel_size"}
+    unsupported = others | dict(
+        pipeline_config=pipeline_config, pad_model=pad_model, lora_config=lora_config
     )
     for name, value in unsupported.items():
         if value:
@@ -98,11 +95,10 @@ def neuronx_distributed_config(
     if model_init["meta_device_init"] and model_init["param_init_fn"] is None:
         raise ValueError("meta_device_init needs param_init_fn(module, device) for the weights")
     # A mesh that is up stays: a new one would lose a model's kv groups.
-    up = parallel_state.model_parallel_is_initialized() and list(sizes.values()) == [
-        parallel_state.get_tensor_model_parallel_size(), 1, 1, 1
-    ]  # fmt: skip
-    if dist.is_initialized() and not up:
-        parallel_state.initialize_model_parallel(*sizes.values())
+    up = parallel_state.model_parallel_is_initialized()
+    same = up and tensor_parallel_size == parallel_state.get_tensor_model_parallel_size()
+    if dist.is_initialized() and not same:
+        parallel_state.initialize_model_parallel(tensor_parallel_size)
     return {
         **sizes,
         "optimizer_config": optimizer,

@@ -109,8 +109,8 @@ def initialize_parallel_model(
     """
     if not isinstance(include_buffers, bool):
         raise ValueError(
-            f"include_buffers is {include_buffers!r}: it is the third argument, "
-            "before the model's own"
+            f"include_buffers is {include_buffers!r}, must be True or False: it is the third "
+            "argument, before the model's own"
         )
     model = ranks.in_turn(
         lambda: _build(nxd_config, model_fn, include_buffers, model_args, model_kwargs),
@@ -135,7 +135,7 @@ def checkpoint_modules(model: nn.Module, which: str | type | list[type] | tuple[
         classes = tuple(which) if isinstance(which, (list, tuple)) else (which,)
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         raise ValueError(
-            f"activation_checkpoint_config {which!r} gives no module classes "
-            f"for a {type(model).__name__}"
+            f"activation_checkpoint_config is {which!r}, must be module classes, or 'full' if "
+            f"{type(model).__name__} names its blocks in _no_split_modules"
         )
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, classes))

@@ -16,7 +16,7 @@ from tutorial_lib.parallel_layers.utils import divide
 
 from .schedules import STYLES, Schedule
 
-# With the least value, and the value that all are below.
+# Each with its least value and an exclusive bound.
 Count = Annotated[int, 1, math.inf]
 Whole = Annotated[int, 0, math.inf]
 Amount = Annotated[float, 0, math.inf]

@@ -18,9 +18,9 @@ class Interruption:
     """Inside the block these signals are noted, not obeyed, and `agreed` tells all ranks.
 
     They reach some ranks or all, in different steps. A second signal has its usual effect. SIGUSR1
-    is for schedulers that send signals to all processes of a job: `torchrun`, where it gets SIGTERM
-    too, sends it on as the second one, and kills the ranks after 30 seconds. Outside of
-    the main thread, where Python lets nobody install a handler, signals keep theirs.
+    is for schedulers that signal all processes of a job: given SIGTERM, `torchrun` would forward it
+    as a second one, and kill the ranks after 30 seconds. Outside of the main thread, where Python
+    allows no handler to be installed, signals keep theirs.
     """
 
     def __init__(self):

@@ -27,8 +27,8 @@ class Logger:
         log_dir: folder of the TensorBoard events; None writes none.
         print_every, write_every: steps from one line to the next, and from one point in TensorBoard
             to the next.
-        done, samples: steps done before and their samples, where a run goes on. What TensorBoard
-            shows of later ones, which a run that was killed had not saved, goes.
+        done, samples: steps and samples before this run, if it resumes. Later TensorBoard events,
+            of a killed run that had not saved them, are hidden.
     """
 
     scalars = {  # fields of a step by their names in TensorBoard
@@ -157,10 +157,10 @@ def read_events(folder: str) -> EventAccumulator:
 
 
 def _writer(folder: str, done: int, samples: int) -> SummaryWriter:
-    """A writer of events into `folder` after which TensorBoard shows no step twice.
+    """A writer of events into `folder` with which TensorBoard shows no step twice.
 
-    `purge_step` hides events from that step on. Of the scalars by samples it would hide those
-    of the steps that count, so these are written again.
+    `purge_step` hides events from that step on. It would also hide scalars by samples of steps that
+    count, so these are written again.
     """
     shown = read_events(folder) if Path(folder).is_dir() else None
     writer = SummaryWriter(folder, purge_step=done + 1)

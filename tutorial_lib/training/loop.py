@@ -92,8 +92,8 @@ def train(
         scheduler: moved once a step.
         sampler: a `ResumableBatchSampler`, told what each step consumed.
         start_step: steps that are done already.
-        on_step: called after each step, on every rank; where it returns something true, on every
-            rank or none, training ends.
+        on_step: called after each step, on every rank; a true result, on every rank or none, ends
+            training.
 
     Returns:
         One record for each step done.

@@ -25,8 +25,8 @@ def require_memory(
         bytes_per_rank: weights, gradients, optimizer state and activations of one rank.
         local_ranks: ranks on this machine. On `cpu`, and on `xla` without Trainium, they share its
             memory.
-        backend: on `cuda` and on Trainium each rank has a device of its own. What is free of a
-            NeuronCore is not asked of it: its published size counts.
+        backend: on `cuda` and on Trainium each rank has a device of its own. A NeuronCore is not
+            asked what is free: its published size counts.
         report: what the error shows besides, such as `lambda: dry_run(run)`; only called if the
             training does not fit.
 
@@ -134,7 +134,7 @@ class SavedActivations(saved_tensors_hooks):
 
     @staticmethod
     def _size(tensor: torch.Tensor) -> int:
-        """A view keeps all of its memory alive."""
+        """Bytes kept: a view keeps all its memory."""
         if tensor.device.type == "xla":
             return tensor.numel() * tensor.element_size()
         return tensor.untyped_storage().nbytes()

@@ -171,8 +171,8 @@ def _load(arguments: GPTArguments, model, optimizer, scheduler, sampler) -> int:
     for name, saved in content.get("data_order", {}).items():  # earlier checkpoints lack it
         if saved != (mine := sampler.dataset.order.get(name)):
             raise ValueError(
-                f"the checkpoint's data are in the order for {name} {saved}, not {mine}: go on "
-                f"with its --data-path, --split, --seq-length, --seed and --train-iters"
+                f"the checkpoint's data order has {name} {saved}, this run's {mine}: resume with "
+                "its --data-path, --split, --seq-length, --seed and --train-iters"
             )
     if loud:
         print(f" loaded iteration {content['iteration']} of {Path(folder).name}", flush=True)
@@ -232,7 +232,7 @@ def _complete_environment(backend: str) -> None:
     # On one node over the loopback, as a laptop's own name often does not resolve.
     address = "127.0.0.1" if place[1] == place[3] else os.environ["MASTER_ADDR"]
     needed = backends.rank_environment(backend, *place, master_addr=address, master_port=port)
-    os.environ |= needed | dict(os.environ)
+    os.environ |= needed | dict(os.environ) | {"MASTER_ADDR": address}
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ TRIES = 25  # each 0.2 seconds: what the ranks of a run that was just killed get
 
 @contextmanager
 def sole_run(folder: str | None) -> Iterator[None]:
-    """Inside the block no other run is inside one for the same folder; None needs no lock.
+    """Lets one run at a time into this block for a folder; None needs no lock.
 
-    Every rank enters it. Rank 0 holds a lock of the operating system on a file in the folder,
-    which nobody else holds once rank 0 has ended, in whichever way, and which reaches over nodes
-    where the file system's locks do.
+    Every rank enters it. Rank 0 holds an operating-system lock on a file in the folder, which is
+    released when rank 0 ends, however it ends, and works across nodes where the file system's
+    locks do.
 
     Raises:
         ValueError: another run is in there; with its process and node, on every rank.

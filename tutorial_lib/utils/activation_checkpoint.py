@@ -1,9 +1,9 @@
-"""Activation checkpointing: a module keeps its inputs alone, and runs its forward again when
+"""Activation checkpointing: a module keeps only its inputs, and runs its forward again when
 backward needs the rest.
 
-Names are those of `neuronx_distributed.utils.activation_checkpoint`. Unlike there a recomputed
-forward draws the random numbers that the first one drew, from every stream, so that results are bit
-for bit those without checkpointing.
+Names are those of `neuronx_distributed.utils.activation_checkpoint`. Unlike there, a recomputed
+forward draws the random numbers that the first one drew, from every stream, so results are bit for
+bit those without checkpointing.
 """
 
 from collections.abc import Callable, Iterator

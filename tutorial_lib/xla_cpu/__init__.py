@@ -33,7 +33,7 @@ _boundary = None
 def start(timeout: float = 60.0) -> None:
     """Connects the processes of the default process group and takes over torch-xla's step boundary.
 
-    Every rank calls it, before its first XLA tensor. Again after `stop()` is fine.
+    Every rank calls it, before its first XLA tensor. It may be called again after `stop()`.
 
     Args:
         timeout: seconds that a step waits for ranks that do not reach theirs.

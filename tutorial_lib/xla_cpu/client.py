@@ -114,12 +114,12 @@ class Client:
         """The values of the pending `tensors`, as XLA tensors.
 
         Raises:
-            RuntimeError: a peer ended, or did not run its graph within the time-out; and from then
-                on.
+            RuntimeError: a peer ended, or did not run its graph within the time-out; every later
+                call raises it too.
         """
         if self.broken:
             raise RuntimeError(
-                f"the ranks are out of step since an earlier error, start them anew: {self.broken}"
+                f"an earlier error left the ranks out of step, restart them: {self.broken}"
             )
         graph = self._graph(tensors)
         _, parameters = _XLAC._get_tensors_xla_device_data_node(tensors)

@@ -2,7 +2,7 @@
 program.
 
 A compiled graph is a file, named by all that its machine code depends on. The first rank that finds
-none compiles, the others that need the same one wait for its file.
+none compiles; others that need the same graph wait for its file.
 """
 
 import os
@@ -99,7 +99,7 @@ class Compiler:
                 content[_DIGEST:], self._devices, self._options
             )
         except (OSError, ValueError, _jax.XlaRuntimeError) as error:
-            message = f"compiled graph {entry} is of no use and is compiled anew: {error}"
+            message = f"compiled graph {entry} cannot be used and is compiled again: {error}"
             warnings.warn(message, stacklevel=2)
             return None
 

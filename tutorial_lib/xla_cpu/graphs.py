@@ -20,7 +20,7 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 class Collective(NamedTuple):
     """Equal collectives of a graph."""
 
-    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute
+    kind: str  # one of `_KINDS`, such as all_reduce
     # Who exchanges with whom; of a permutation the pairs (source, target).
     replica_groups: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]  # of the input on one rank

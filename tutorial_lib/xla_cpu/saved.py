@@ -52,13 +52,11 @@ class AutogradFence:
     """Waits until autograd's thread for the device has let go of the tensors of the last
     `backward()`.
 
-    It may still hold some after `backward()` has returned, and drops them without Python's lock. A
-    tensor whose memory goes in the moment in which the collector hands out its Python object ends
-    the process. That thread does one thing
-    after the other: once it has done another, the last is behind it. This other is a gradient that
-    is passed on as it comes. All of its tensors stay, so it leaves nothing to let go of; all came
-    from the host, so there is no graph. (Were they 0-d, torch-xla would make constants of them, and
-    these a part of the first step.)
+    `backward()` may return while that thread still frees tensors, without Python's
+    lock. If the memory of one goes while the collector hands out its Python object, the process
+    crashes. So we enqueue a gradient that is passed on unchanged, and wait for it: the thread runs
+    its tasks in order. All tensors of this gradient stay, so it frees nothing; all came from the
+    host, so there is no graph. (0-d tensors would become constants of the first step's graph.)
     """
 
     def __init__(self, device: torch.device):

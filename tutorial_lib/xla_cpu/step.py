@@ -52,7 +52,7 @@ class StepBoundary:
         self._own_step_marker(device, devices, wait=wait, reset_scope=reset_scope)
 
     def _reduce_scatter(self, reduce_type, input, *args, **kwargs):
-        """torch-xla's, one tensor of a list after the other: jaxlib compiles none of several."""
+        """torch-xla's, one tensor of a list at a time: jaxlib cannot compile several together."""
         if isinstance(input, torch.Tensor):
             return self._own_reduce_scatter(reduce_type, input, *args, **kwargs)
         outputs = kwargs.pop("output", None) or [None] * len(input)

@@ -29,10 +29,9 @@ class LiveTensors:
     An object enters the collector's oldest generation only in a collection of the one before (or of
     all). So it is enough to note the tensors of the younger generations each time that one starts.
 
-    Tensors in a dead cycle (a graph that a hook's closure refers to, say) would be pending as long
-    as the collector has
-    not come by: on one rank and not on another, in one run and not in the next, with the
-    collectives behind them. So it comes by at each step's boundary, and at no other time.
+    Tensors in a dead cycle (a graph that a hook's closure refers to, say) would stay pending until
+    the collector runs: on one rank and not on another, in one run and not in the next, and with
+    them their collectives. So it runs at each step's boundary, and at no other time.
     """
 
     def __init__(self):
@@ -66,7 +65,7 @@ class LiveTensors:
         whose memory is not about to go.
 
         A thread that drops the last reference to a tensor from C++ waits for Python's lock before
-        it frees the memory. What it waits with has a count of zero and must not be taken, so nobody
+        it frees the memory. That tensor has a use count of zero and must not be taken, so no other
         else gets the lock in here.
         """
         interval = sys.getswitchinterval()

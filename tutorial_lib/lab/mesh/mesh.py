@@ -14,7 +14,8 @@ them. The kernel itself never touches a device and never imports torch-xla.
 
 A rank that raises, dies or never enters a collective ends the cell on all of them with a
 `RankError`, which begins with the guilty rank's own error. If the ranks may be out of step then,
-the next cell makes a new process group. What cannot be released is killed; then `mesh.restart()`.
+the next cell makes a new process group. Ranks that cannot be released are killed; `mesh.restart()`
+starts new ones.
 """
 
 import atexit
@@ -52,13 +53,13 @@ class Mesh:
 
     Args:
         world_size: number of ranks, one process each.
-        tp_size: tensor-parallel size. If given, `initialize_model_parallel` has been called on
+        tp_size: tensor-parallel size. If given, `start` calls `initialize_model_parallel` on
             every rank.
         backend: one of `backends.BACKENDS`, or `auto` for the best that works here.
         timeout: seconds that a collective waits for its peers before it raises. By default 20;
             where a compiler runs meanwhile, 120 with XLA on CPUs and 3600 on Trainium.
-        launcher: `local`, or `slurm` for ranks on `nodes` nodes, as many on each. Further options
-            of `sbatch` are variables, such as `SBATCH_PARTITION`.
+        launcher: `local`, or `slurm` for ranks on `nodes` nodes, equally many on each. Further
+            options of `sbatch` are variables, such as `SBATCH_PARTITION`.
 
     Raises:
         ValueError: sizes that do not fit, or a backend or launcher that cannot work here; before
@@ -184,7 +185,7 @@ class Mesh:
             )
 
     def reset(self) -> None:
-        """A new process group on the same ranks. Their variables stay, but for groups made before.
+        """Makes a new process group on the same ranks. Their variables stay, except earlier groups.
 
         A tensor that was being reduced in place when a collective failed may hold a part of the
         sum.
@@ -225,8 +226,7 @@ class Mesh:
         everyone = range(self.world_size)
         ranks = list(everyone) if ranks is None else ranks
         if not ranks or not set(ranks) <= set(everyone):
-            named = ", ".join(map(str, ranks))
-            raise ValueError(f"rank {named} is not among the ranks 0 to {everyone[-1]}")
+            raise ValueError(f"ranks {ranks}: give one or more of 0 to {everyone[-1]}")
         self._make_ready()
         running = {rank: self._ranks.members[rank] for rank in ranks}
         for one in running.values():
@@ -260,7 +260,7 @@ class Mesh:
         return self._call(xla_cpu.hlo_texts)[0]
 
     def _make_ready(self) -> None:
-        """Resets the ranks if a failure before makes that necessary and it is enough."""
+        """Resets the ranks if an earlier failure requires it; raises if a reset is not enough."""
         if self._remedy == "reset":
             self.reset()
         if self._remedy:

@@ -113,8 +113,8 @@ def _end_descendants() -> None:
     """Ends all processes below this one. They are asked first, so that device drivers can let go,
     then killed.
 
-    Helpers that unlink shared memory pay no heed to the first, and end by themselves once the
-    processes that they serve are gone.
+    Helpers that unlink shared memory ignore the request, and end by themselves once the processes
+    that they serve are gone.
     """
     blow = psutil.Process.terminate
     while below := psutil.Process().children(recursive=True):

@@ -51,6 +51,7 @@ class Rank:
         self.place: dict = pickle.loads(connection.recv_bytes()) | {"address": address}
         self.lost_at: float | None = None
         self.answer: dict | None = None
+        self.output, self.displays = [], []  # before its first task a process may print, too
 
     @property
     def is_alive(self) -> bool:
@@ -90,7 +91,7 @@ class Rank:
                 self.value, self.report = (content, None) if kind == "done" else (b"", content)
 
     def lose(self) -> None:
-        """Its connection is closed, or of no use any more."""
+        """Notes that the connection is closed or unusable."""
         self.lost_at = self.lost_at or time.monotonic()
 
 
@@ -282,9 +283,7 @@ def describe_exit(status: int | None, said: str) -> str:
 
 
 def limit(connection: Connection) -> None:
-    """Lets a rank that does not go on with a message raise BlockingIOError here, in place of a wait
-    without end.
-    """
+    """Reads and writes raise BlockingIOError when a rank stalls in a message for so long."""
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL, 0))

@@ -1,4 +1,4 @@
-"""What a rank says of an error, or of the place where it is: plain data for the kernel."""
+"""How a rank describes an error, or the place where it is: plain data for the kernel."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from types import FrameType
 
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MAX_FRAMES = 12  # lines of a traceback that a reader is shown
-# What a collective says when a peer is missing: gloo, NCCL and the store have no exception for it.
+# Errors of a collective whose peer is missing: gloo, NCCL and the store have no exception for it.
 _WAITING = (
     "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout",
     "Broken pipe", "Socket closed", "failed to recv", "could not finish its step",
@@ -40,7 +40,7 @@ def report(error: BaseException) -> dict:
 
 
 def describe_thread(thread: int) -> dict:
-    """Where a thread is: as `report`, with no error."""
+    """Where a thread is, in the form of `report`, without an error."""
     return _describe(list(traceback.walk_stack(sys._current_frames()[thread]))[::-1])
 
 

@@ -62,7 +62,7 @@ def _run(*command: str, **options) -> str:
 
 
 class SlurmRanks(Ranks):
-    """Ranks in a job of `nodes` nodes, as many on each.
+    """Ranks in a job of `nodes` nodes, equally many on each.
 
     Args:
         count: how many.
@@ -109,7 +109,7 @@ class SlurmRanks(Ranks):
                 self.reason = re.search(r"Reason=(\S+)", shown.stdout)[1]
             elif "Invalid job id" in shown.stderr:  # forgotten some minutes after its end
                 self.state = "COMPLETED"
-            # Otherwise the controller does not answer at the moment, which ends no job.
+            # Otherwise the controller does not answer at the moment, which does not end a job.
             self._looked_at = time.monotonic()
         return self.state in GOING_ON
 
@@ -148,7 +148,7 @@ class SlurmRanks(Ranks):
         return False  # cannot be seen from here
 
     def kill(self, rank: int) -> None:
-        """Ends the job, and so all ranks: a rank that has to be killed leaves none that could go
+        """Ends the job, and so all ranks: once one has to be killed, the others cannot go
         on.
         """
         _run("scancel", "--signal=KILL", self.job_id)

@@ -4,7 +4,8 @@ the kernel waits.
 A rank may be beyond the reach of a message: stuck in a collective that a peer never enters,
 stopped, or inside a call that does not let go of Python's interpreter lock. So ranks that go on
 after another has failed are asked where they are, released (connections cut, then interrupted), and
-killed at last. Within 10 s after the first failure all is over.
+killed at last. On this machine all is over about 10 s after the first failure; SLURM may take a
+minute to say why.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ STOPPED = "the process was stopped (SIGSTOP), and is ended"
 
 @contextlib.contextmanager
 def counted_interrupts() -> Iterator[list]:
-    """SIGINT is noted meanwhile, not raised: no message is left half read, no release half done."""
+    """Notes SIGINT instead of raising it: no message is left half read, no release half done."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted
@@ -114,7 +115,7 @@ class Watch:
         return bool(before & self._stopped)
 
     def _release(self) -> None:
-        """Ends the task on all ranks, those that cannot be reached by their processes' end."""
+        """Ends the task on all ranks; kills those that do not react."""
         self.released = True
         places = self._ranks.ask_where(self._pending())
         for rank in self._pending():

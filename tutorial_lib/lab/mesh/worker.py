@@ -87,14 +87,14 @@ class Outbox(io.TextIOBase):
 
 
 def main() -> None:
-    """A rank that a job of SLURM has started."""
+    """The main function of a rank that a SLURM job started."""
     connection = connect()
     nursery.redirect(tempfile.TemporaryFile())  # noqa: SIM115
     serve(connection)
 
 
 def connect() -> Connection:
-    """To the kernel, which learns where this rank runs and numbers the ranks by it."""
+    """Connects to the kernel, which learns where this rank runs and numbers the ranks by that."""
     address, port, key = os.environ.pop(nursery.MEETING).split()
     connection = Client((address, int(port)), authkey=bytes.fromhex(key))
     place = {

@@ -1,5 +1,5 @@
-"""What a training run takes before it is started: memory, operations, traffic, and how fast it can
-be at most.
+"""What a training run takes before it is started: memory, FLOPs, communication, and a bound on its
+speed.
 
 python -m tutorial_lib.lab.plan llama2-7b --instance trn1.32xlarge
 """

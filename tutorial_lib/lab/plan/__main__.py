@@ -30,7 +30,7 @@ OPTIONS = {  # the fields of a run that it can be asked to change
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tutorial_lib.lab.plan",
-        description="Memory, operations, traffic and bounds on the speed of a training run. What "
+        description="Memory, FLOPs, communication and bounds on the speed of a training run. What "
         "is not given is as published.",
     )
     names = ", ".join(TUTORIALS)

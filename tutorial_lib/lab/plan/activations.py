@@ -1,7 +1,7 @@
 """Bytes that one rank keeps of a micro-batch for its backward pass, in closed form.
 
 A layer is counted as by Korthikanti et al. (2022, section 4), and so is what lies around the
-layers. Of an activation function Hugging Face's own code is asked.
+layers. For activation functions, Hugging Face's own code is run and counted.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ ID = 8  # bytes of a token's number
 
 
 def saved_bytes(run: Run, backend: str = "xla") -> float:
-    """Of the layers and the ends: embedding, last norm, head and loss.
+    """Of all layers and of what surrounds them: embedding, last norm, head and loss.
 
     Args:
         backend: `cpu` and `cuda` have a fused attention kernel; and on the host ids are checked at
@@ -53,7 +53,7 @@ def layer_bytes(run: Run, backend: str = "xla") -> dict[str, float]:
         "their statistics": 2 * _statistics(run, backend),
         "inputs of query, key, value and of the feed-forward layer": 2 * stream,
     }
-    if _rate(run, "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"):
+    if rate(run, "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"):
         kept["masks of dropout"] = 2 * stream
     return kept | _attention(run, backend) | _feed_forward(run)
 
@@ -74,7 +74,7 @@ def _check(run: Run) -> None:
         )
 
 
-def _rate(run: Run, *names: str) -> float:
+def rate(run: Run, *names: str) -> float:
     """A rate of dropout, by its name in any family."""
     return next((getattr(run.config, name) for name in names if hasattr(run.config, name)), 0.0)
 
@@ -102,7 +102,7 @@ def _attention(run: Run, backend: str) -> dict[str, float]:
     """From query, key and value to the input of the output projection, on a rank."""
     tokens, element = run.tokens, run.dtype.itemsize
     heads, (queries, keys) = run.config.num_attention_heads // run.tp, qkv_features(run)
-    dropout = _rate(run, "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob") > 0
+    dropout = rate(run, "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob") > 0
     matrix = heads * tokens * run.sequence  # elements of the attention matrices
     around = {
         "query, key, value": tokens * (queries + 2 * keys) * element,
@@ -177,7 +177,7 @@ def _causal_ends(run: Run, backend: str) -> float:
     config, element = run.config, run.dtype.itemsize
     ends = 2 * _stream(run) + _statistics(run, backend)  # the norm's input and output
     ends += run.tokens * vocabulary(run) * element + _ids(run, backend) + ID
-    if _rate(run, "embd_pdrop", "hidden_dropout"):
+    if rate(run, "embd_pdrop", "hidden_dropout"):
         ends += _stream(run)  # its mask
     if run.family == "gpt2":
         ends += ID * run.sequence  # positions

@@ -24,7 +24,7 @@ def with_tensor_parallel(plan: Plan, tp: int) -> Plan | None:
     impossible.
 
     Raises:
-        ValueError: `tp` is no whole number from 1 on.
+        ValueError: `tp` is not a positive integer.
     """
     ensure_positive(tp=tp)
     run = plan.run

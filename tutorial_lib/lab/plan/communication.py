@@ -15,7 +15,7 @@ from .parameters import parameters, qkv_features
 
 
 def collectives(run: Run, backend: str = "xla") -> list[Collective]:
-    """All of a step; those of one kind in their order, but not all kinds among each other.
+    """All of a step: those of one kind are in order, different kinds are not.
 
     Args:
         backend: on `cpu` gradients travel in smaller buckets.
@@ -89,6 +89,6 @@ def _step(run: Run) -> Iterator[Collective]:
 
 
 def _buckets(sizes: list[int], dtype: torch.dtype) -> list[list[int]]:
-    """The sizes of tensors that travel together."""
+    """The sizes of the tensors of each bucket."""
     tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
     return [[sizes[place] for place in places] for places in buckets_of(tensors)]

@@ -32,7 +32,7 @@ from .overview import held, sent
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank holds, says and computes in a step."""
+    """What one rank holds, sends and computes in a step."""
 
     rank: int
     mesh: dict[str, int]  # sizes by axis
@@ -93,7 +93,7 @@ def _as_on(backend: str) -> Iterator[None]:
 def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
     """One step of `run` as `rank` would do it.
 
-    Two micro-batches are run, and seen to say the same; further ones are counted like them.
+    Runs two micro-batches and checks that their collectives agree; counts further ones like them.
 
     Args:
         backend: what to be like. `xla` has no fused attention, so attention matrices are saved
@@ -102,7 +102,7 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
     Raises:
         ValueError: no such rank or backend, sizes that do not fit each other, or rotary embeddings
             that depend on the positions' values.
-        RuntimeError: this process is a rank of something.
+        RuntimeError: this process is in a process group already.
     """
     rope = getattr(run.config, "rope_parameters", None) or {}
     if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
@@ -127,7 +127,7 @@ def dry_run(run: Run, rank: int = 0, backend: str = "xla") -> DryRun:
             gradients = memory.gradient_bytes(model)
             optimizer.step()
         start = end - ran * len(micro_batch)
-        assert collectives[start:end] == micro_batch * ran, "micro-batches differ in what they say"
+        assert collectives[start:end] == micro_batch * ran, "micro-batches differ in collectives"
         collectives[end:end] = micro_batch * (run.accumulation - ran)
 
         return DryRun(

@@ -1,9 +1,8 @@
-"""Arithmetic operations of one rank's matrix multiplications, two for each multiply and add, in
-closed form.
-"""
+"""FLOPs of one rank's matrix multiplications, two for each multiply and add, in closed form."""
 
 from tutorial_lib.lab.plan.runs import Run
 
+from .activations import rate
 from .parameters import qkv_features, vocabulary
 
 
@@ -40,7 +39,7 @@ def operations(run: Run) -> int:
     if run.checkpointing == "full":
         # Recomputation stops at the last thing that backward needs: without tensor parallelism,
         # norm or dropout behind it the last multiplication is spared.
-        dropout = getattr(run.config, {"gpt2": "resid_pdrop"}.get(run.family, "hidden_dropout"), 0)
+        dropout = rate(run, "resid_pdrop", "hidden_dropout")
         spared = run.tp == 1 and run.family != "bert" and not dropout
         again = layer - (last if spared else 0)
     elif run.checkpointing != "none":

@@ -50,7 +50,7 @@ def other_choices(plan: Plan) -> Table:
             "choice": name,
             "a core holds": size(other.total_bytes),
             "fits": other.fits,
-            "operations": _change(other.operations, plan.operations),
+            "FLOPs": _change(other.operations, plan.operations),
             "bytes sent": _change(other.bytes_sent, plan.bytes_sent),
             "sequences/s at most": float(f"{other.throughput:.3g}"),
         }

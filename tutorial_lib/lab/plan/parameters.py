@@ -30,7 +30,7 @@ def parameters(run: Run) -> list[nn.Parameter]:
     """In the order in which the optimizer has them: those that it decays first.
 
     Raises:
-        RuntimeError: this process is a rank of something.
+        RuntimeError: this process is in a process group already.
     """
     options = sorted(run.options.items())
     key = run.config.to_json_string(), run.tp, run.sequence_parallel, *options

@@ -1,4 +1,4 @@
-"""What a run holds, computes and says on an instance, and how fast it can be at most."""
+"""What a run holds, computes and sends on an instance, and how fast it can be at most."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,7 +85,7 @@ class Plan:
 
     @cached_property
     def operations(self) -> int:
-        """Of a rank's matrix multiplications."""
+        """FLOPs of a rank's matrix multiplications."""
         return operations(self.run)
 
     @cached_property
@@ -99,7 +99,7 @@ class Plan:
 
     @cached_property
     def moved_bytes(self) -> float:
-        """That a core reads from and writes to its memory at least.
+        """Bytes that a core must at least read from and write to its memory.
 
         Weights are read forward and backward, gradients added to, activations written and read, all
         once a micro-batch; at the step the optimizer reads and writes its state. What is sent is
@@ -116,8 +116,7 @@ class Plan:
     def _spread(self, axis: str, size: int) -> tuple[int, int]:
         """Ranks of a group on one node, and nodes that it lies on."""
         cores, tp = self.instance.cores, self.run.tp
-        within = min(size, cores // tp) if axis == "dp" else min(size, cores)
-        within = max(within, 1)
+        within = max(1, min(size, cores // tp if axis == "dp" else cores))
         return within, -(-size // within)
 
     def _network(self) -> tuple[float, float]:

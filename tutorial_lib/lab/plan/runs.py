@@ -1,7 +1,6 @@
 """A training run as far as its cost depends on it, and the runs that the tutorials describe.
 
-The same description is trained on a mesh (`build`), gone through without memory (`dry_run`) and
-estimated (`planner`).
+The same description can be trained on a mesh (`build`), dry-run (`dry_run`) or planned (`Plan`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from tutorial_lib.utils.activation_checkpoint import apply_activation_checkpoint
 
 @dataclass(frozen=True)
 class Run:
-    """A model, the mesh it is cut over, and how it is trained with AdamW.
+    """A model, the mesh it is sharded over, and how it is trained with AdamW.
 
     Args:
         config: of Hugging Face; its `model_type` is a key of `MODELS`.
@@ -71,7 +70,7 @@ class Run:
             accumulation=self.accumulation,
         )  # fmt: skip
         if not self.dtype.is_floating_point:
-            raise ValueError(f"dtype {self.dtype} is not a floating-point one")
+            raise ValueError(f"dtype {self.dtype} is not a floating-point dtype")
         model = MODELS[self.family]
         known = set(model.options()) - {"sequence_parallel_enabled"}  # a field here
         if unknown := sorted(set(self.options) - known):
@@ -87,7 +86,7 @@ class Run:
         check_config(self.config, self.tp, self.shards("mlp"))
         if self.sequence_parallel:
             if self.family == "bert":
-                raise ValueError("sequence_parallel is not built for bert")
+                raise ValueError("sequence_parallel is not available for bert")
             ensure_divisibility(self.sequence, self.tp, "sequence over tensor-parallel ranks")
         if self.sequence > self.config.max_position_embeddings:
             raise ValueError(
@@ -193,7 +192,7 @@ def dry_world(rank: int, world_size: int) -> Iterator[None]:
         raise ValueError(f"rank {rank} is not in [0, {world_size})")
     if dist.is_initialized():
         raise RuntimeError(
-            "a dry run needs a process that is no rank of anything: torch.distributed is up here"
+            "a dry run needs a process outside of any process group: torch.distributed is up here"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:

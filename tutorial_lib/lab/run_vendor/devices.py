@@ -107,7 +107,9 @@ def mesh_of(group: dist.ProcessGroup | None) -> list[list[int]]:
 def _traced_all_reduce(original, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     if tensor.device.type != "xla":
         return original(tensor, op, group, async_op)
-    (kind,) = (kind for kind, reduction in REDUCTIONS.items() if reduction == op)
+    kind = next((kind for kind, reduction in REDUCTIONS.items() if reduction == op), None)
+    if kind is None:
+        raise ValueError(f"{op} is not one of {', '.join(REDUCTIONS)}")
     return xm.all_reduce(kind, [tensor], groups=mesh_of(group), pin_layout=False)
 
 
@@ -140,7 +142,7 @@ def _end_step(original, tensors: list[torch.Tensor]) -> None:
 
 
 def _waited_all_reduce(original, *args, async_op=False, **options):
-    """Megatron waits for none of its asynchronous ones: XLA keeps their order, gloo does not."""
+    """Megatron never waits for its asynchronous ones: XLA keeps their order, gloo does not."""
     work = original(*args, async_op=True, **options)
     work.wait()
     return work if async_op else None

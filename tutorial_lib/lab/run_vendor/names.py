@@ -39,8 +39,8 @@ def reduce_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 class Zero1(NeuronZero1Optimizer):
-    """Sums the gradients that sequence parallelism leaves partial, unless the script does: the
-    newer of GPT-NeoX 20B forgot it, and its replicated weights would drift apart.
+    """Sums the gradients that sequence parallelism leaves partial, unless the script does. The
+    newer one of GPT-NeoX 20B does not, so its replicated weights would drift apart.
     """
 
     script_sums = False
@@ -109,9 +109,6 @@ class Alias(MetaPathFinder, Loader):
         if name.partition(".")[0] == VENDOR:
             return ModuleSpec(name, self, is_package=True)
         return None
-
-    def create_module(self, spec):
-        return None  # an empty module
 
     def exec_module(self, module: ModuleType) -> None:
         below = module.__name__.removeprefix(VENDOR).removeprefix(".")

@@ -39,7 +39,7 @@ class Claims:
         parameters: what the run was asked to do.
 
     Raises:
-        ValueError: the folder's `results.json` has no claims, so that something else wrote it.
+        ValueError: the folder's `results.json` has no claims, so something else wrote it.
     """
 
     def __init__(self, output_dir: str | Path, parameters: dict[str, Any]):
@@ -47,7 +47,7 @@ class Claims:
         if self._file.exists():
             try:
                 found = read_json(self._file)
-            except (ValueError, OSError):  # a pipe is not found
+            except (ValueError, OSError):  # not JSON, or not a regular file
                 found = {}
             if "claims" not in found:
                 raise ValueError(
@@ -78,13 +78,13 @@ class Claims:
                 `results.json` nevertheless.
             ValueError: an unknown relation, or a tolerance where none makes sense.
         """
-        if relation not in ("==", *_BOUNDS) or (tolerance and relation != "=="):
-            raise ValueError(
-                f"relation {relation!r} with tolerance {tolerance}: give ==, or one of "
-                f"{', '.join(_BOUNDS)} without a tolerance"
-            )
         measured, expected = plain(measured), plain(expected)
         numbers = isinstance(measured, Real) and isinstance(expected, Real)
+        if relation not in ("==", *_BOUNDS) or (tolerance and not (numbers and relation == "==")):
+            raise ValueError(
+                f"relation {relation!r} with tolerance {tolerance}: give == (with a tolerance for "
+                f"numbers only), or one of {', '.join(_BOUNDS)} without a tolerance"
+            )
         claim = {"name": name, "measured": measured, "expected": expected, "tolerance": tolerance}
         if relation == "==":
             close = numbers and abs(measured - expected) <= tolerance
@@ -101,7 +101,7 @@ class Claims:
             raise ClaimError(message)
 
     def metric(self, name: str, value: Any, units: str = "", **additional_data: Any) -> None:
-        """Adds a measured value that nothing is claimed of."""
+        """Records a measured value without a claim about it."""
         metric = {"MetricName": name, "MeasuredValue": plain(value), "Units": units}
         metric["Timestamp"] = datetime.now(UTC).isoformat()
         self._metrics.append(metric | {"AdditionalData": plain(additional_data)})

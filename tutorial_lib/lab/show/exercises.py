@@ -10,7 +10,7 @@ from IPython import get_ipython
 
 from tutorial_lib.lab.exercises.attempts import ATTEMPTS
 from tutorial_lib.lab.exercises.judge import Exercise, judge, named
-from tutorial_lib.lab.mesh import RankError
+from tutorial_lib.lab.mesh.failures import RankError
 from tutorial_lib.lab.mesh.reports import PACKAGE_DIR
 
 
