@@ -389,7 +389,7 @@ def test_ranks_that_wait_in_vain_get_an_error_in_time_and_can_start_anew(ranks):
     assert none == [] and after == other_after == [2.0] * 3
     assert "rank 0 of 2 could not finish its step" in errors[0][0] and "3 s" in errors[0][0]
     assert 2.9 < errors[0][1] < 10
-    assert "start them anew" in errors[1][0] and errors[1][1] < 2
+    assert "restart them" in errors[1][0] and errors[1][1] < 2
 
 
 def interrupted_in_a_step():
