@@ -348,8 +348,8 @@ def test_a_cell_that_is_meant_to_fail_prints_its_error(notebook):
 
 
 def test_wrong_use_of_px_fails_the_cell(notebook):
-    words = {"--rank 4": "rank 4", "--rank x": "'x'", "--noblock": "--noblock"}
-    words["--fails"] = "meant to fail"
+    words = {"--rank 4": r"ranks \[4\]: give one or more of 0 to 3", "--rank x": "'x'"}
+    words |= {"--noblock": "--noblock", "--fails": "meant to fail"}
     for line, said in words.items():
         with pytest.raises(CellExecutionError, match=said):
             notebook.run(f"%%px {line}\n1")

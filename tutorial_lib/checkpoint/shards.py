@@ -130,7 +130,7 @@ class Shards:
     # --- weights ----------------------------------------------------------------------------------
 
     def use_layouts(self, targets: dict[str, Layout]) -> None:
-        """If the checkpoint does not say how it is sharded: as a model would be at its degree.
+        """Assumes a model's layouts, at the saved degree, where the checkpoint has none.
 
         Raises:
             ValueError: they cannot be; with the tensor and the degree.
@@ -197,17 +197,17 @@ class Shards:
             result: a tensor of zeros to put it into; a new one by default.
         """
         result = shards[0].new_zeros(target.local_shape()) if result is None else result
-        if (source := self.layouts[name].partition) is None:
-            whole, to = shards[0], target.partition
-            return result.copy_(whole if to is None else to.shard(whole, rank))
-        whole = [(0, 0, target.shape[source.dim])]
-        for start, to, length in target.partition.pieces(rank) if target.partition else whole:
+        saved, wanted = self.layouts[name].partition, target.partition
+        if (sharded := saved or wanted) is None:
+            return result.copy_(shards[0])
+        whole = [(0, 0, target.shape[sharded.dim])]
+        for start, to, length in wanted.pieces(rank) if wanted else whole:
             for number, shard in enumerate(shards):
-                for first, at, size in source.pieces(number):
+                for first, at, size in saved.pieces(number) if saved else whole:
                     low, high = max(start, first), min(start + length, first + size)
                     if low < high:
-                        found = shard.narrow(source.dim, at + low - first, high - low)
-                        result.narrow(source.dim, to + low - start, high - low).copy_(found)
+                        found = shard.narrow(sharded.dim, at + low - first, high - low)
+                        result.narrow(sharded.dim, to + low - start, high - low).copy_(found)
         return result
 
     # --- the optimizer ----------------------------------------------------------------------------

@@ -52,11 +52,11 @@ class AutogradFence:
     """Waits until autograd's thread for the device has let go of the tensors of the last
     `backward()`.
 
-    `backward()` may return while that thread still frees tensors, without Python's
-    lock. If the memory of one goes while the collector hands out its Python object, the process
-    crashes. So we enqueue a gradient that is passed on unchanged, and wait for it: the thread runs
-    its tasks in order. All tensors of this gradient stay, so it frees nothing; all came from the
-    host, so there is no graph. (0-d tensors would become constants of the first step's graph.)
+    `backward()` may return while that thread still frees tensors, without Python's lock. If the
+    memory of one goes while the collector hands out its Python object, the process crashes. So a
+    gradient that is passed on unchanged is enqueued and waited for: the thread runs its tasks in
+    order. All tensors of this gradient stay, so it frees nothing; all came from the host, so there
+    is no graph. (0-d tensors would become constants of the first step's graph.)
     """
 
     def __init__(self, device: torch.device):

@@ -66,7 +66,7 @@ class LiveTensors:
 
         A thread that drops the last reference to a tensor from C++ waits for Python's lock before
         it frees the memory. That tensor has a use count of zero and must not be taken, so no other
-        else gets the lock in here.
+        thread gets the lock in here.
         """
         interval = sys.getswitchinterval()
         sys.setswitchinterval(3600)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # for editors, and for the test of stale outputs, which reads
 def __getattr__(name: str):
     # When asked for: a rank imports `worker` before its environment is set, and torch after that.
     if name == "Mesh":
-        from .mesh import Mesh as Mesh
+        from .mesh import Mesh
 
         return Mesh
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

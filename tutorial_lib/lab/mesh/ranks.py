@@ -283,7 +283,7 @@ def describe_exit(status: int | None, said: str) -> str:
 
 
 def limit(connection: Connection) -> None:
-    """Reads and writes raise BlockingIOError when a rank stalls in a message for so long."""
+    """Reads and writes raise BlockingIOError once a rank stalls in a message for `STALL` s."""
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL, 0))

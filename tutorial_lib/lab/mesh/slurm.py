@@ -148,9 +148,7 @@ class SlurmRanks(Ranks):
         return False  # cannot be seen from here
 
     def kill(self, rank: int) -> None:
-        """Ends the job, and so all ranks: once one has to be killed, the others cannot go
-        on.
-        """
+        """Ends the job, and so all ranks: once one has to be killed, the others cannot go on."""
         _run("scancel", "--signal=KILL", self.job_id)
 
     def cause_of_death(self, rank: int) -> str:
